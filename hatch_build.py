@@ -17,13 +17,16 @@ _AT_MACHINE = 18
 
 
 class NativeFront(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the library, which needs glibc 2.31 and works with any Python. A library for another machine is not added."""
+    """Adds the native front's library to the wheel, unless it was built for another kind of machine.
+
+    The library needs glibc 2.31 and works with any version of Python.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         library = Path(self.root, _LIBRARY)
         if version == "editable" or not library.is_file():
             return
-        # Do not compare the times of an unpacked sdist, which may be the times of unpacking. They were compared when it was built.
+        # Do not compare times in an unpacked sdist: they may be the times of unpacking, and the build of the sdist compared them.
         sources = [] if Path(self.root, "PKG-INFO").exists() else library.parent.glob("*.[ch]")
         if any(source.stat().st_mtime > library.stat().st_mtime for source in sources):
             raise RuntimeError(

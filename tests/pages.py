@@ -23,7 +23,7 @@ PAGES = [
 #: Programs whose commands a test runs. The commands are unchanged except for `PLACEHOLDERS`, and must succeed.
 RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "python"}
 
-#: Commands that no test of the pages runs, with the reason. The tests check the flags of some.
+#: Commands that no test of the pages runs, with the reason. For some of these commands, tests check the flags.
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
     "python3.12": "needs a GPU, and the folder of `make gpu-folder`",

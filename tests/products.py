@@ -16,7 +16,7 @@ from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
-#: f32 [n, COLUMNS] -> f32 [n, COLUMNS]
+#: Number of columns. A product maps f32 [n, COLUMNS] to f32 [n, COLUMNS].
 COLUMNS = 512
 WEIGHT_BYTES = COLUMNS * COLUMNS * 4
 #: Number of different modules. Every MODULES-th model has the same module with other weights.

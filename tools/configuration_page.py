@@ -70,9 +70,10 @@ def _section(name: str, title: str, section: type[BaseModel]) -> str:
 
 
 def _changes(name: str, section: type[BaseModel]) -> str:
-    """Return which keys of a section need a restart.
+    """Return sentences that name the keys of a section whose changes need a restart.
 
-    Keys inside a list or a mapping need the same restart as the key of the section that holds it.
+    A key inside a list or a mapping is not named, because it needs the same restart as the section's key for the whole list or
+    mapping.
     """
     by_effect: dict[str, list[str]] = {}
     for key in section.model_fields if name and name != "gateway" else ():
@@ -176,7 +177,7 @@ def chart_schema(text: str) -> str:
     own = _names(Settings)
     own["properties"]["models"] = {"type": "object", "additionalProperties": _names(ModelSection)}
     own["properties"]["aliases"] = {"type": "object"}
-    # The chart's templates refuse this with a hint.
+    # Accept the section gateway here, because the chart's templates refuse it with a hint.
     own["properties"] |= {"gateway": {}}
     gateway = _names(GatewaySection)
     gateway["properties"] |= {"models": {}, "replicas": {}}

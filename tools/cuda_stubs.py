@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
                 lacked |= _symbols(file, defined=False)
     missing = {name: version for name, version in lacked.items() if name not in defined}
     for library in CUDA:
-        # Functions without a version may come from any of the libraries.
+        # Put functions without a version into libtorch_cuda.so. The loader would find them in any of the libraries.
         names = sorted(
             name for name, version in missing.items() if (version or "libtorch_cuda.so") == library
         )

@@ -3,8 +3,9 @@
     python tools/demo.py [--once]
 
 The script classifies digits that the model has never seen. Several clients send one image per request at the same time, over
-gRPC and HTTP. Then the script streams a text, shows the weights that fine-tunes share, and shows how models take turns if the weight
-budget does not hold all of them. The server runs until Ctrl-C. With --once, it uses free ports and ends after the requests.
+gRPC and HTTP. Then the script streams a text, shows how much memory fine-tunes save by sharing weights, and shows how models are
+loaded and evicted if the weight budget is too small for all of them. The server runs until Ctrl-C. With --once, the server uses
+free ports and ends after the requests.
 
 The exit status is 0, or 1 if the server fails or an answer is wrong, or 130 if the demo is interrupted before its end.
 """
@@ -52,7 +53,7 @@ ROUNDS = 3
 #: Minimum share of right answers.
 REQUIRED = {"digits": 0.97, "unet": 0.7}
 REQUIRED_FINE_TUNE = 0.92
-#: Model that generates text. Its tokens are bytes, so that Triton's stubs need not carry text.
+#: Model that generates text. Its inputs and outputs are tokens, not strings, and each token is a byte of the text.
 GENERATOR = "glossary_bytes"
 #: Term that GENERATOR must define.
 TERM = "Licensor"
@@ -125,7 +126,8 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
         },
         stdout=subprocess.PIPE,
         text=True,
-        # A terminal's Ctrl-C is for this process, which passes it on.
+        # Start the server in its own session, so that a Ctrl-C in the terminal reaches only this process. This process then
+        # sends SIGINT to the server.
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -197,11 +199,11 @@ def stream(server: DemoServer) -> bool:
         f"\n   {last['completion_tokens']} tokens: the first after {first_ms:.1f} ms, then one in {each_ms:.1f} ms"
     )
     known = f'"{TERM}" {text}' in " ".join(LICENSE.read_text().split())
-    return right(GENERATOR, float(known and text.endswith(".")), 1.0)  # A whole sentence.
+    return right(GENERATOR, float(known and text.endswith(".")), 1.0)  # The text must be a whole sentence.
 
 
 def tokens(server: DemoServer, term: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of an answer over HTTP, as curl shows them. The last part has its figures."""
+    """Yield the parts of an answer over HTTP, as curl shows them. The last part has the figures of the answer."""
     connection = http.client.HTTPConnection(server.http_url, timeout=30)
     body = {"tokens": list(f'"{term}" '.encode()), **parameters}
     connection.request("POST", f"/v2/models/{GENERATOR}/generate_stream", json.dumps(body))
@@ -216,7 +218,7 @@ def tokens(server: DemoServer, term: str, **parameters: Any) -> Iterator[dict[st
 
 
 def complete_text(server: DemoServer) -> bool:
-    """Ask for the same text as clients of OpenAI do. Return True if the license has that text."""
+    """Request the same text as `stream` at the OpenAI endpoint. Return True if it is the license's text."""
     step(f"the same at http://{server.openai_url}/v1/completions, as for OpenAI's clients")
     body = {"model": GENERATOR, "prompt": f'"{TERM}" ', "stream": True}
     print(f"   {json.dumps(body)}\n   {TERM} ", end="")
@@ -243,7 +245,7 @@ def complete_text(server: DemoServer) -> bool:
 
 
 def share(server: DemoServer) -> bool:
-    """Ask the fine-tunes, and show how much memory they and their base take. Return whether enough answers are right."""
+    """Send requests to all fine-tunes, and show how much memory their weights take. Return whether enough answers are right."""
     names = [name for name in server.records().models if name.startswith("family_")]
     step(f"{len(names)} fine-tunes of the same network")
     good = True
@@ -261,7 +263,7 @@ def share(server: DemoServer) -> bool:
 
 
 def evict(server: DemoServer) -> bool:
-    """Use all models in turn. Return whether weights were loaded and evicted and the answers are right."""
+    """Send requests to all models in turn. Return whether weights were evicted and enough of the unet's answers are right."""
     known = scenes(ROWS, seed=0)
     before = server.records()
     names = sorted(before.models)
@@ -300,7 +302,7 @@ def held_out(model: str) -> tuple[Array, Array]:
 
 
 def predict(clients: Callable[[DemoServer], Any], server: DemoServer, images: Array) -> Array:
-    """Return the server's digit for each image. Several clients ask at the same time."""
+    """Return the server's digit for each image. Several clients send requests at the same time."""
 
     def work(share: Array) -> list[int]:
         with clients(server) as infer:
@@ -313,7 +315,7 @@ def predict(clients: Callable[[DemoServer], Any], server: DemoServer, images: Ar
 
 @contextmanager
 def grpc_client(server: DemoServer) -> Iterator[Infer]:
-    """Yield a function that asks over gRPC with tritonclient."""
+    """Yield a function that sends requests over gRPC with tritonclient."""
     client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
 
     def infer(model: str, image: Array, output: str) -> Array:
@@ -331,7 +333,7 @@ def grpc_client(server: DemoServer) -> Iterator[Infer]:
 
 @contextmanager
 def http_client(server: DemoServer) -> Iterator[Infer]:
-    """Yield a function that asks over HTTP with JSON, as curl would."""
+    """Yield a function that sends requests over HTTP with JSON, as curl would."""
     connection = http.client.HTTPConnection(server.http_url, timeout=30)
 
     def infer(model: str, image: Array, output: str) -> Array:

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs for the documentation's site: Mermaid, which draws the diagrams, and the links of the changelog.
+"""Hooks of mkdocs for the documentation's site. They add Mermaid, which draws the diagrams, and the page of the changelog.
 
-The theme would make every reader fetch Mermaid from a third party's server. Instead, these hooks fetch it once from npm's
-registry into .browser.
+The theme would make every reader's browser fetch Mermaid from a third party's server. Instead, these hooks fetch Mermaid once
+from npm's registry into .browser, and add it to the site.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put CHANGELOG.md into its page. Its links start at the repository's root."""
+    """Put CHANGELOG.md into its page. Change its links, which are relative to the repository's root, to links in the site."""
     if page.file.src_uri != "changelog.md":
         return markdown
     return (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")

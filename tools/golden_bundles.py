@@ -33,7 +33,7 @@ from rsrv_bundle.stateful import export_generative, export_stateful
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 #: File of a set with the digest of each bundle.
 DIGESTS = "digests.json"
-#: Additional versions of StableHLO for a bundle.
+#: Older versions of StableHLO to which one of the bundles is also converted.
 OLDER = ("0.9.0", "1.0.0")
 
 Arrays = Mapping[str, Array]
@@ -68,7 +68,7 @@ def _affine(params: Any, x: jax.Array) -> Any:
 
 
 def _half(params: Any, x: jax.Array, t: jax.Array) -> Any:
-    """Multiply x, [n, 2, 3], by t, [3, n], whose batch axes differ."""
+    """Compute y from x, [n, 2, 3], and t, [3, n]. The batch axes of x and t differ."""
     return {"y": jnp.einsum("nab,abc->cn", x, params) + t[:1]}
 
 
@@ -220,7 +220,7 @@ def write_as_2(bundle: Path, out_dir: Path) -> None:
 def ask_modules(
     bundle: Bundle, inputs_of: Callable[[str, tuple[int, int]], Sequence[Array]]
 ) -> dict[str, Array]:
-    """Return the results of every module. Its inputs are `inputs_of(label, key)`, with the module's label and key."""
+    """Return the inputs and outputs of every module. A module's inputs are `inputs_of(label, key)`."""
     run = ModuleRunner(bundle)
     results: dict[str, Array] = {}
     for key in run.keys():  # noqa: SIM118 - not a mapping
@@ -237,9 +237,9 @@ def ask_modules(
 
 
 def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
-    """Return the results that a client gets, through the hooks or from the `run` of a meta model.
+    """Return the outputs that a client gets from the model with its hooks, or from the `run` of a meta model.
 
-    The callees of a meta model are in the same folder as its bundle.
+    The callees of a meta model must be in the same folder as its bundle.
     """
     assert bundle.hooks is not None
     if bundle.manifest.kind == "meta":
@@ -254,7 +254,7 @@ def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
 
 
 def _ask(bundle: Bundle, inputs: Arrays) -> Arrays:
-    """Return one model's results. The rows must be the first axis of all its tensors."""
+    """Return the outputs of a model without its hooks. The rows must be the first axis of all its tensors."""
     run = ModuleRunner(bundle)
     results = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
     return {spec.name: array for spec, array in zip(bundle.manifest.outputs, results, strict=True)}
@@ -269,7 +269,7 @@ def _client_request(bundle: Bundle) -> dict[str, Array]:
 
 
 def write_answers(path: Path, file: Path) -> None:
-    """Write random inputs of a bundle and its outputs to an .npz file: those of each module, and those of the hooks."""
+    """Write random inputs and the resulting outputs of a bundle to an .npz file, for each module and for a client's request."""
     bundle = read_bundle(path)
     arrays: dict[str, Array] = {}
     if bundle.modules:

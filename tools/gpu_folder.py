@@ -3,7 +3,7 @@
     python tools/gpu_folder.py OUT                 # 3 GB; jax for CUDA 13 is most of it
     python tools/gpu_folder.py OUT --without-jax   # 300 MB, for a machine whose Python 3.12 has jax for CUDA
 
-The machine needs Linux on x86-64, NVIDIA's driver and Python 3.12. There, `python3.12 OUT/run.py --minutes 10` installs
+The machine needs Linux on x86-64, NVIDIA's driver and Python 3.12. On that machine, `python3.12 OUT/run.py --minutes 10` installs
 everything into OUT, and runs the check.
 """
 
@@ -22,11 +22,11 @@ import native_front
 from rsrv import triton_install
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Versions of the packages in the container, for Python 3.12.
+#: File with the pinned packages of the container, for Python 3.12.
 PINS = ROOT / "docker" / "requirements.txt"
 PYTHON = "3.12"
 MODELS = ("resnet18", "vit_tiny", "minilm_encoder")
-#: Packages of `jax[cuda13]`, which a machine may have.
+#: Matches the pinned packages of `jax[cuda13]`. They are left out with --without-jax.
 _JAX = re.compile(r"(jax|jaxlib|jax-.*|nvidia-(?!ml-py).*|numpy|scipy|ml-dtypes|opt-einsum)==")
 _PLATFORMS = (
     "any",
@@ -82,7 +82,10 @@ def _download(out: Path, folder: Path, requirements: Iterable[str]) -> None:
 
 
 def _libpython() -> Path | None:
-    """Return the shared library of this machine's Python 3.12, which Triton's stub needs and some Pythons lack."""
+    """Return the shared library libpython of this machine's Python 3.12, or None if it has none.
+
+    Triton's stub needs this library, and some installations of Python lack it.
+    """
     script = (
         "import sysconfig as s; print(s.get_config_var('LIBDIR'), s.get_config_var('INSTSONAME'), sep='/')"
     )

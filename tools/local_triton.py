@@ -2,10 +2,11 @@
 
     python tools/local_triton.py
 
-fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and perf_analyzer from a
-`tritonclient` wheel into .triton, and makes the small environment that Triton's stub processes run in. Completed steps are not
-repeated. Tests and tools import `TritonServer` from here. RSRV_TEST_TRITONSERVER=/path/to/tritonserver names another server for
-them.
+This command fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton`, and perf_analyzer from a
+wheel of `tritonclient`, into .triton. It also makes the small environment in which Triton's stub processes run. Completed steps
+are not repeated.
+
+Tests and tools import `TritonServer` from this module. With RSRV_TEST_TRITONSERVER=/path/to/tritonserver, they use that server.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from rsrv.triton_command_line import ask_flags
 from rsrv.triton_install import Installation, InstallError, make_stub_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The installation that `make` makes.
+#: The installation in .triton, which `make` makes.
 INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
-#: The tritonserver that RSRV_TEST_TRITONSERVER names, or None. It finds its libraries, its backends and its stubs' Python itself.
+#: The tritonserver that RSRV_TEST_TRITONSERVER names, or None. It must find its libraries, its backends and the Python of its
+#: stubs without help from this module.
 OTHER = Path(named).absolute() if (named := os.environ.get("RSRV_TEST_TRITONSERVER")) else None
 #: The tritonserver that tests and tools start.
 LAUNCHER = OTHER or INSTALLATION.launcher
 LOOPBACK = "127.0.0.1"
-#: Ports for servers. They are below 32768, because Linux gives higher ports to connections and to sockets that ask for any port.
-#: A server listens only after loading its models, and such a port might be taken before that.
+#: Ports for servers. A server opens its ports only after loading its models. So the ports are below 32768, because Linux might
+#: meanwhile give a higher port to a connection or to a socket that is bound to port 0.
 _PORTS = range(10_000, 32_768)
 #: Number of ports that a process reserves at a time.
 _BLOCK = 64
@@ -79,7 +81,7 @@ def free_ports(count: int) -> list[int]:
 def reserve_ports(folder: Path) -> Iterator[int]:
     """Yield ports that no other process or iterator gets.
 
-    They are reserved by locks on files in `folder`, which end with this iterator.
+    The ports are reserved with locks on files in `folder`. The locks are released when this iterator ends.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as locks:
@@ -101,24 +103,25 @@ def path_with_tritonserver() -> str:
 
 
 def no_client_shared_memory() -> list[str]:
-    """Return flags that keep clients from registering shared memory, because a registration then needs a header with a random value.
+    """Return flags that keep clients from registering shared memory.
 
-    Newer releases of Triton have --allow-client-shm=false for this.
+    With these flags, a registration needs a header with a random value. Newer releases of Triton have the flag
+    --allow-client-shm=false for this purpose.
     """
     only = f"shared-memory:rsrv-shared-memory={secrets.token_hex(16)}"
     return [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
 
 
 def _client_shared_memory() -> list[str]:
-    """Return flags that let clients register shared memory. Releases from 26.05 on otherwise refuse it."""
+    """Return flags that let clients register shared memory. Without these flags, Triton refuses this from release 26.05 on."""
     return ["--allow-client-shm=true"] if "allow-client-shm" in ask_flags(str(LAUNCHER)) else []
 
 
 class TritonServer:
     """One tritonserver process on a model repository, on loopback addresses only.
 
-    As a context manager it starts the process, and always ends it. `wait_ready` returns once the server serves. The process
-    also ends with the thread that started it, even after SIGKILL, so start it from the main thread.
+    As a context manager, it starts the server, and always ends it. `wait_ready` returns once the server serves. The server also
+    ends with the thread that started it, even if the thread's process gets SIGKILL. So start the server from the main thread.
     """
 
     def __init__(
@@ -144,7 +147,8 @@ class TritonServer:
         """
         self.model_repository = model_repository
         self.installation = installation or INSTALLATION
-        # The other ports are free ones. Another process may still open a free port before the server does.
+        # Choose free ports for those that the caller does not name. Another process may still open such a port before the server
+        # does.
         ports = iter(free_ports(3))
         self.http_port = http_port or next(ports)
         self.grpc_port = grpc_port or next(ports)
@@ -186,7 +190,7 @@ class TritonServer:
             # The generated configurations are complete. Completing them would cost an additional stub and 1 s per model.
             "--disable-auto-complete-config",
             "--model-load-thread-count=32",
-            # Otherwise the whole server would become unready while it loads one more model.
+            # Without this flag, the whole server would become unready while it loads one more model.
             "--strict-readiness=false",
             f"--exit-on-error={str(self.exit_on_error).lower()}",
             f"--exit-timeout-secs={self.exit_timeout_s}",
@@ -202,9 +206,10 @@ class TritonServer:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return the server's environment: the current one, with the server's libraries and both interpreters.
+        """Return the environment variables of the server: those of this process, with the additions that the server needs.
 
-        The stubs' Python comes first in PATH, and a variable names the runtime's Python.
+        LD_LIBRARY_PATH names the server's libraries, the stubs' Python comes first in PATH, and RSRV_RUNTIME_PYTHON names the
+        runtime's Python.
         """
         if OTHER is not None:
             return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **self.env}
@@ -271,7 +276,7 @@ class TritonServer:
 
     @property
     def operator_headers(self) -> dict[str, str]:
-        """Headers that APIs for operators need over HTTP."""
+        """HTTP headers for Triton's APIs that are restricted to operators."""
         return {}
 
     def is_ready(self) -> bool:
@@ -302,8 +307,8 @@ class TritonServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         status = self.process.wait()
-        # Stubs share the server's process group. After a crash they take a moment to end and to remove their shared
-        # memory, and one may hang forever.
+        # Wait for the stubs, which share the server's process group. After a crash of the server, they need a moment to end and
+        # to remove their shared memory. Kill stubs that hang.
         until = time.monotonic() + 2
         while (lives := group_lives(self.process.pid)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -351,7 +356,7 @@ class TritonServer:
 def group_lives(group: int) -> bool:
     """Return whether a process of this group runs. An ended process may remain for seconds until process 1 reaps it."""
     for each in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # The process ended meanwhile.
+        with contextlib.suppress(OSError):  # The process may end while the folder is read.
             state, _, its_group = each.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True

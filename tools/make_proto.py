@@ -1,4 +1,7 @@
-"""Generate the Python stubs of the control services and of the picker's messages: for `make pages`, or into another folder."""
+"""Generate the Python stubs of the control services and of the endpoint picker's messages.
+
+`make pages` writes the stubs next to the proto files. An argument names another folder.
+"""
 
 import subprocess
 import sys

@@ -2,8 +2,8 @@
 
     python tools/memory_picture.py     # rewrites the picture
 
-The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is
-arithmetic. Readers in light and in dark mode get colours that fit.
+The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is computed
+and not measured. The picture has colours for light mode and for dark mode.
 """
 
 import re

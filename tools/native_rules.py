@@ -1,4 +1,4 @@
-"""Write native/rules.h: the constants, statuses and texts that the native front shares with Python. For `make pages`.
+"""Write native/rules.h: the constants, statuses and texts that the native front shares with Python. `make pages` runs this.
 
 Modules of rsrv define the values. This file only lists these modules and the names of the values.
 """
@@ -18,8 +18,8 @@ from rsrv.wire import blackbox, frames, layout, memory, paths, placement_table, 
 
 HEADER = Path(__file__).resolve().parent.parent / "triton_backend" / "rsrv" / "native" / "rules.h"
 
-#: Names of each module, where None stands for all public constants. The name in C is the Python name, or the value of the
-#: entry.
+#: Shared names of each module. None stands for all public constants. The value of a name is its name in C, or the prefix of the
+#: members' names if it ends in "_". If the value is empty, the name in C is the Python name.
 SHARED: Mapping[ModuleType, Mapping[str, str] | None] = {
     frames: {
         "MAGIC": "",

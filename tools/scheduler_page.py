@@ -1,9 +1,9 @@
-"""Make the tables and the picture of docs/scheduler.md with the simulator: the disciplines.
+"""Make the tables and the picture of docs/scheduler.md. They compare the scheduler's disciplines with the simulator.
 
     python tools/scheduler_page.py     # rewrites the tables in the page, and docs/images/scheduler-hog.png
 
-A table is in the page between `<!-- NAME -->` and `<!-- end NAME -->`. The same code makes the same tables, and a test compares
-them with the page. The same code and the same version of matplotlib make the same pictures, byte for byte.
+A table is in the page between `<!-- NAME -->` and `<!-- end NAME -->`. The tables depend only on the code, and a test compares
+them with the page. The picture depends only on the code and on the version of matplotlib.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ PAGE = DOCS / "scheduler.md"
 IMAGES = DOCS / "images"
 IMAGE = IMAGES / "scheduler-hog.png"
 
-#: Lines by scheduler, in M. Okabe and K. Ito's colours, which colour-blind readers tell apart. The wide line of fifo
-#: stays visible behind edf's, which is the same without deadlines.
+#: Style of each scheduler's line. The colours are M. Okabe and K. Ito's, which colour-blind readers can distinguish. The line of
+#: fifo is wider, so that it stays visible behind the line of edf: without deadlines, both lines are the same.
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "fair": {"color": "#0072B2", "linewidth": 1.8},
     "fifo": {"color": "#E69F00", "linewidth": 3.6},
@@ -184,7 +184,7 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
     """Return the page with these tables in place of its old ones.
 
     Raises:
-        ValueError: the page has no place, or several places, for a table.
+        ValueError: the page lacks the comments before and after a table, or has them twice.
     """
     for name, table in made.items():
         before, mark, following = page.partition(f"<!-- {name} -->\n")

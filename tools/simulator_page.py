@@ -1,4 +1,4 @@
-"""Make the tables and the pictures of docs/simulator.md about idle limits, narrow weights and several devices.
+"""Make the tables and the pictures of docs/simulator.md. They are about idle limits, narrow weights and several devices.
 
 python tools/simulator_page.py     # rewrites the tables in the page, docs/images/idle.png and simulator-fleet.png
 """
@@ -56,7 +56,7 @@ class Idleness:
 
 
 def weights_table(name: str) -> str:
-    """Return the table of a scenario with each type of weights."""
+    """Simulate a scenario with each type of weights. Return the table of the results."""
     runs = run_weights(load_scenario(DOCS / "scenarios" / f"{name}.yaml"), list(WEIGHTS))
     return _without(_OMITTED_WEIGHTS, sweep_rows("weights", runs))
 

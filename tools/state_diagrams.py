@@ -2,10 +2,10 @@
 
     python tools/state_diagrams.py     # rewrites docs/states.md between its markers
 
-To add a table, give a module these constants, and `TABLES` a line with its name:
+To add a table, define these constants in a module, and add a line with the module's name to `TABLES`:
 
-    TRANSITIONS: Mapping[tuple[State, Event], State]    # State and Event are StrEnums; the first key holds the first state
-    EFFECTS: Mapping[Event, str]                        # optional: what carries an event out, for example an instruction
+    TRANSITIONS: Mapping[tuple[State, Event], State]    # State and Event are StrEnums; the first key has the initial state
+    EFFECTS: Mapping[Event, str]                        # optional: the method or instruction that carries out an event
 
 Then put `<!-- NAME -->` and `<!-- end NAME -->` on separate lines of the page, and run the command.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 
-#: Module with the table for each name of markers in the page.
+#: Modules with state tables. The key is the NAME in the page's markers.
 TABLES: Mapping[str, str] = {
     "weights": "rsrv.scheduler.weight_states",
     "models": "rsrv.runtime.model_states",

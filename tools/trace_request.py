@@ -46,8 +46,8 @@ from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeDevice, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import double, export_doubling
 
-#: Number of requests before the traced ones, so that all caches and learned values exist. The scheduler records the slowest requests of
-#: a model. After this many requests, few of the traced requests are among them.
+#: Number of requests before the traced requests, so that all caches and learned values exist. The scheduler also keeps records of
+#: the slowest requests of a model. After so many requests, few traced requests are slow enough to be recorded.
 WARM_REQUESTS = 2 * MAX_SLOWEST
 TRACED_REQUESTS = 9
 #: After this many seconds without a call, a request's work counts as finished.
@@ -144,7 +144,8 @@ def trace_requests() -> Trace:
     """Return the shortest trace of some warm requests."""
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as folder, running_engine(Path(folder)) as engine:
-        # Trace these too, with pauses. Otherwise they would be faster than the traced ones.
+        # Execute these requests with the profiler and with pauses, like the traced requests. Otherwise, they would be faster, and
+        # the scheduler would record all traced requests as slow.
         for _ in range(WARM_REQUESTS):
             tracer.execute(engine)
             time.sleep(IDLE_S)
@@ -155,7 +156,7 @@ def trace_requests() -> Trace:
 
 
 def inside(calls: Iterable[Call], function: str) -> Iterator[tuple[Call, ...]]:
-    """Yield each call of `function` with all that it calls."""
+    """Yield each call of `function` together with all calls that are made inside it."""
     part: list[Call] = []
     for call in calls:
         if part and call.depth <= part[0].depth:

@@ -65,7 +65,7 @@ example = {"x": np.ones((1, 2), np.float32)}
 export_bundle(lambda w, x: {"y": x @ w["a"]}, {"a": np.eye(2, 3, dtype=np.float32)}, example, batch_sizes=[1, 4],
               out_dir="bundles/model")
 """
-#: Answer of that model to [1, 2].
+#: Answer of the exported model to [1, 2].
 ANSWER = [1, 2, 0]
 #: Last line of the start-up view of `rsrv serve`.
 SERVES = "Stop with Ctrl-C"
@@ -95,7 +95,8 @@ def main() -> int:
             return 1
         for command in sorted((folder / "venv" / "bin").glob("rsrv*")):
             print(f"{command.name} --help: {_help(command):.2f} s in an empty environment", flush=True)
-        # Python ignores path files in a folder that a path file names. So the path file of an editable rsrv has no effect.
+        # Add this environment's packages with a path file. Python ignores further path files in the added folder, so the path
+        # file of an editable rsrv has no effect.
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         tree = _tree(folder / "tree", site)
         python = str(folder / "venv" / "bin" / "python")
@@ -196,7 +197,7 @@ def _environment(folder: Path, wheel: Path) -> Path:
 
 
 def _missing(site: Path) -> list[str]:
-    """Return the files of a source folder that the wheel lacks."""
+    """Return the files of the source folders that the wheel lacks."""
     missing = []
     for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*")):

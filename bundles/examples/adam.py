@@ -1,4 +1,4 @@
-"""Adam, the optimiser for training the small examples. Its rate falls to zero."""
+"""Adam, the optimiser for training the small examples. The learning rate falls linearly to zero."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start(params: Any) -> Any:
 
 
 def step(loss: Loss, state: Any, batch: Any, count: Any, of: int, rate: float) -> Any:
-    """Return the state after step `count` of `of` steps, counted from 0."""
+    """Return the state after one step. `count` is the index of the step, from 0, and `of` is the number of steps."""
     params, mean, square = state
     gradient = jax.grad(loss)(params, batch)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)

@@ -1,6 +1,7 @@
 """Build the example bundles: `python bundles/examples/build.py -o OUT_DIR [NAME...]`.
 
-A bundle whose maker has not changed since it was built stays as it is. Nothing heavy is imported then.
+Bundles whose sources and package versions have not changed are not built again. If no bundle is built, neither jax nor a
+framework is imported.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ NAMES = (*SMALL, *MODELS, *STATEFUL)
 #: Bundles of half a gigabyte, which are built only if they are named.
 LARGE = ("smollm2",)
 
-#: Other files from which bundles are built, and packages, by the first word of the bundles' names.
+#: Files other than Python sources from which bundles are built, by the first word of the bundle's name.
 _FILES = {"glossary": (Path(__file__).resolve().parents[2] / "LICENSE",)}
+#: Packages in addition to jax whose versions decide a bundle's bytes, by the first word of the bundle's name.
 _PACKAGES = {
     "digits": ("scikit-learn",),
     "family": ("scikit-learn",),
@@ -96,13 +98,16 @@ def _maker(name: str) -> Any:
 def _word(name: str) -> str:
     """Return the first word of a bundle's name.
 
-    Bundles that share it may share sources, and a folder of that name makes all of them.
+    Bundles with the same first word share their sources. If there is a folder of that name, it makes all these bundles.
     """
     return name.partition("_")[0]
 
 
 def _source_digest(name: str) -> str:
-    """Return one hash over everything that decides a bundle's bytes: sources and versions. Raises PackageNotFoundError."""
+    """Return one hash over everything that decides a bundle's bytes: sources and versions of packages.
+
+    Raises PackageNotFoundError if one of these packages is not installed.
+    """
     packages = ("jax", *_PACKAGES.get(_word(name), ()))
     total = hashlib.sha256(
         " ".join(f"{package} {metadata.version(package)}" for package in packages).encode()

@@ -20,15 +20,16 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Model = Callable[[Arrays], Arrays]
 
-#: Shares that a trained detector must reach: the found shapes among all shapes, and the right ones among the found shapes.
+#: Minimum share of the shapes that a trained detector must find.
 REQUIRED_RECALL = 0.94
+#: Minimum share of the reported shapes that must be right.
 REQUIRED_PRECISION = 0.9
 
 
 class Direct:
-    """A meta model's `call` without a server, made from functions by name.
+    """Stands for the `call` that a server passes to a meta model. It calls Python functions in place of models.
 
-    `calls` has the name and the rows of each call so far.
+    `models` maps the models' names to the functions. `calls` lists the model's name and the number of rows of each call so far.
     """
 
     def __init__(self, models: Mapping[str, Model]) -> None:

@@ -26,17 +26,19 @@ POOLED = 7
 #: The largest batch of each network.
 MOST_IMAGES = 8
 MOST_REGIONS = 32
-#: Number of boxes of an image that are considered, and number of boxes that are reported.
+#: Maximum number of boxes per image that the second network classifies.
 CANDIDATES = 32
+#: Maximum number of shapes per image that are reported.
 MOST_FOUND = 16
-#: Minimum probability that there is a shape, and minimum probability of its class. Other boxes are dropped.
+#: Boxes are dropped if the first network gives a smaller probability that they contain a shape.
 LEAST_OBJECTNESS = 0.5
+#: Boxes are dropped if the second network gives a smaller probability to their likeliest class.
 LEAST_SCORE = 0.5
 #: Largest intersection over union of two regions. Of two regions that overlap more, only the better one stays.
 REGION_OVERLAP = 0.5
 #: The same limit for two shapes of one class.
 SHAPE_OVERLAP = 0.4
-#: A box grows at most by the exponential of this number.
+#: A network may enlarge a side of a box at most by the factor exp(LARGEST).
 LARGEST = 2
 
 
@@ -51,7 +53,7 @@ def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
     maps = in_parts(call, "detector_backbone", "image", image, MOST_IMAGES)
     regions, mask = propose(maps["objectness"], maps["deltas"], side)
 
-    # All regions in one list, with the image of each region and its index among the image's boxes.
+    # List the regions of all images: `owner` is the image of each region, and `slot` is its index among the image's boxes.
     owner, slot = np.nonzero(mask)
     scores = np.zeros(mask.shape, np.float32)
     classes = np.full(mask.shape, -1, np.int64)
@@ -61,7 +63,7 @@ def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
         crops = call.scratch((len(owner), POOLED, POOLED, features.shape[3]), np.float32)
         crops[:] = pool(features, chosen, owner)
         judged = in_parts(call, "detector_head", "crops", crops, MOST_REGIONS)
-        probabilities = softmax(judged["logits"])[:, 1:]  # The first class is that of no shape.
+        probabilities = softmax(judged["logits"])[:, 1:]  # The first class means "no shape".
         scores[owner, slot] = probabilities.max(1)
         classes[owner, slot] = probabilities.argmax(1)
         boxes[owner, slot] = clip(decode(chosen, judged["deltas"], largest=LARGEST), side, side)
@@ -76,7 +78,10 @@ def in_parts(call: Any, model: str, name: str, array: Array, most: int) -> dict[
 
 
 def propose(objectness: Array, deltas: Array, side: int) -> tuple[Array, Array]:
-    """Choose boxes: objectness: logits [n, anchors], deltas: [n, anchors, 4] -> boxes [n, CANDIDATES, 4], and a mask."""
+    """Choose boxes: objectness: logits [n, anchors], deltas: [n, anchors, 4] -> boxes [n, CANDIDATES, 4], mask.
+
+    The mask, [n, CANDIDATES], is True for the boxes that the second network classifies.
+    """
     objectness, order = top_k(objectness, CANDIDATES)
     deltas = np.take_along_axis(deltas, order[:, :, None], 1)
     boxes = clip(decode(anchors(side)[order], deltas, largest=LARGEST), side, side)
@@ -85,12 +90,15 @@ def propose(objectness: Array, deltas: Array, side: int) -> tuple[Array, Array]:
 
 
 def pool(features: Array, boxes: Array, owner: Array) -> Array:
-    """Read the features [n, cells, cells, c] of images inside their boxes [m, 4]: [m, POOLED, POOLED, c]."""
+    """Return the features inside each box, [m, POOLED, POOLED, c].
+
+    features: [n, cells, cells, c], of the images. boxes: [m, 4]. owner: [m], the index of each box's image.
+    """
     return roi_align(features, boxes, owner, size=(POOLED, POOLED), scale=1 / CELL, sampling=1, layout="nhwc")
 
 
 def report(boxes: Array, scores: Array, classes: Array) -> dict[str, Array]:
-    """Return the outputs for [n, CANDIDATES] boxes with their scores and classes. Boxes without a score are not shapes."""
+    """Return the outputs for [n, CANDIDATES] boxes with their scores and classes. Boxes below LEAST_SCORE are dropped."""
     mask = nms(boxes, scores, SHAPE_OVERLAP, classes=classes, least=LEAST_SCORE)
     order, mask = best(scores, mask, MOST_FOUND)
     return {

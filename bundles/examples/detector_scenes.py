@@ -47,7 +47,7 @@ def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
     The same arguments return the same images. An image has fewer shapes if there was no room for more.
     """
     rng = np.random.default_rng(seed)
-    # The background's colour in each pixel, then the shapes over it, then noise over all.
+    # Fill each image with a background colour, draw the shapes over it, and finally add noise to all pixels.
     images = np.empty((count, SIDE, SIDE, 3), np.float32)
     boxes = np.zeros((count, MOST_SHAPES, 4), np.float32)
     classes = np.full((count, MOST_SHAPES), -1, np.int64)

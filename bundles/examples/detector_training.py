@@ -21,7 +21,8 @@ Params = dict[str, Any]
 _IMAGES = 2000
 _BATCH = 8
 _STEPS = 1600
-#: Number of regions of an image in a training step of the head: near a shape (one for each), partly on a shape, and anywhere.
+#: A training step of the head uses this many regions per image: close to a shape (one for each shape), less close to a shape,
+#: and at random places.
 _NEAR, _BESIDE, _ANYWHERE = MOST_SHAPES, 3, 3
 _RATE = 3e-3
 

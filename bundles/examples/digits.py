@@ -117,8 +117,8 @@ def params_of(bundle_dir: Path) -> Params:
 def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict[str, Array]:
     """image: f32 [n, 8, 8, 1] -> class: i64 [n, 1], score: f32 [n, 1].
 
-    Trains first, unless it is given the parameters of a built bundle (`params_of`), which is also exact across
-    machines.
+    Trains the network first, unless `params` has the parameters of a built bundle (see `params_of`). Training on another
+    machine may give slightly different parameters.
     """
     weights = trained() if params is None else params
     logits = np.asarray(apply(weights, jnp.asarray(inputs["image"]))["logits"])

@@ -1,6 +1,6 @@
 """forecast: learns each time series as its values arrive, and forecasts the next value, by recursive least squares.
 
-A thousand meters are a thousand sequences, of which 64 are on the device at once.
+Each time series is a sequence. The states of 64 sequences are on the device, and the states of all others are in host memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rsrv_bundle.stateful import export_stateful
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Number of values in a chunk, one variant for each.
+#: Numbers of values in a chunk. The bundle has a variant for each.
 CHUNKS = (1, 16)
 BATCH_SIZES = (1, 32)
-#: Number of sequences on the device.
+#: Maximum number of sequences on the device at once.
 SLOTS = 64
 #: A forecast is a weighted sum of this many previous values.
 LAGS = 8
@@ -42,7 +42,10 @@ def begin(params: Params) -> dict[str, jax.Array]:
 def step(
     params: Params, state: dict[str, jax.Array], value: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Read values of series, f32 [n, t] -> forecast: f32 [n, t], of the value after each, and the state."""
+    """Read the next values of n series, f32 [n, t]. Return the outputs and the new state.
+
+    forecast: f32 [n, t], the forecast of the value after each value that was read.
+    """
     del params
 
     def learn(state: dict[str, jax.Array], value: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -72,7 +75,7 @@ def series(count: int, length: int) -> Array:
 
 
 def direct(values: Array) -> float:
-    """Return the forecast after one series, f32 [t], by solving for the weights at once, in 64 bits."""
+    """Return the forecast after one series, f32 [t], for comparison: it solves for the weights directly, in 64 bits."""
     padded = np.concatenate([np.zeros(LAGS), values.astype(np.float64)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, LAGS)[:, ::-1]
     known, last = windows[:-1], windows[-1]

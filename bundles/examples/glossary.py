@@ -1,7 +1,7 @@
-"""glossary: a character model of 57 kB, which knows the definitions of the Apache License by heart.
+"""glossary: a language model of 57 kB over bytes. It is trained to reproduce the definitions of the Apache License exactly.
 
-The model answers a term, for example `Licensor`, with its definition. UTF-8's answer has characters of two, three and four
-bytes.
+The model answers a term, for example `Licensor`, with its definition. The definition of the term `UTF-8` has
+characters of two, three and four bytes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Params = dict[str, Any]
 
 #: Token that ends an answer. All token ids are bytes of UTF-8.
 STOP = 0
-#: Prompt of a term. Without the quotation mark at its end, the beginning of a term would also be a prompt.
+#: Prompt for a term. The closing quotation mark shows the model that the term is complete.
 TEMPLATE = '"{text}" '
 WIDTH = 48
-#: Number of sequences on the device.
+#: Maximum number of sequences on the device at once.
 SLOTS = 32
 BATCH_SIZES = (1, 4, 16)
 
 _EMBEDDING = 16
 _STEPS = 300
 _RATE = 2e-2
-#: Maximum length of a definition. Longer ones would make training slow.
+#: Maximum number of characters of a definition. Longer definitions would make training slow.
 _LONGEST = 250
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
 
 
 @functools.cache
 def definitions() -> dict[str, str]:
-    """Return the definitions by term: short first sentences of the license's list, and our own."""
+    """Return the definitions by term: the short definitions of the license, and one for `UTF-8`."""
     text = " ".join(_LICENSE.read_text(encoding="utf-8").split())
     all_definitions = dict(re.findall(r'"([A-Z][A-Za-z ]+)" ((?:form )?shall mean [^.]+\.)', text))
     short = {term: meaning for term, meaning in all_definitions.items() if len(meaning) <= _LONGEST}
@@ -52,7 +52,7 @@ def definitions() -> dict[str, str]:
 
 def tokenizer() -> str:
     """Return a file tokenizer.json whose tokens are the bytes of UTF-8."""
-    # Byte-level tokenizers write bytes that are not printable characters as characters from 256 on.
+    # In the vocabulary of a byte-level tokenizer, a byte that is no printable character is written as a character from U+0100 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     further = iter(range(0x100, 0x200))
     names = {chr(byte if byte in printable else next(further)): byte for byte in range(256)}
@@ -69,7 +69,10 @@ def tokens(text: str) -> list[int]:
 def step(
     params: Params, state: dict[str, jax.Array], position: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Read the first `lengths`, i32 [n], of the tokens, i32 [n, t] -> logits of the next token, [n, 256], and the state."""
+    """Read a chunk of tokens. Return the logits of the next token, [n, 256], and the new state.
+
+    tokens: i32 [n, t]. lengths: i32 [n], the number of tokens of each row to read. The row's other tokens are ignored.
+    """
     del position  # A GRU needs no counter.
     counted = jnp.arange(tokens.shape[1]) < lengths[:, None]
     hidden = gru.states(params, state["hidden"], tokens, counted)[:, -1]
@@ -82,7 +85,8 @@ def initial() -> Params:
 
 
 def _logits(params: Params, hidden: jax.Array) -> jax.Array:
-    # Score each token by its similarity to its embedding. A separate matrix would double the weights.
+    # A token's logit is the product of the network's output and the token's embedding. A separate output matrix would almost
+    # double the number of weights.
     scores: jax.Array = gru.logits(params, hidden) @ params["embedding"].T
     return scores
 
@@ -105,7 +109,7 @@ def trained() -> Params:
 
 
 def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str]:
-    """Return the greedy answers to prompts, all at once, without a bundle."""
+    """Return the greedy answers to terms, computed in one batch and without a bundle."""
     rows = [tokens(TEMPLATE.format(text=prompt)) for prompt in prompts]
     lengths = np.array([len(row) for row in rows], np.int32)
     read = np.array([row + [0] * (lengths.max() - len(row)) for row in rows], np.int32)
@@ -123,8 +127,8 @@ def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str
 def make(out_dir: Path, *, text: bool = True) -> None:
     """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if a definition is not known.
 
-    Without `text`, clients send and get tokens, and put the template around a term themselves. There is then only one module,
-    because a module takes 2 s to compile, mostly for the sampling.
+    Without `text`, clients send and get tokens, and put the template around a term themselves. The bundle then has only one
+    module, because compiling a module takes 2 s, mostly for the sampling.
     """
     known = definitions()
     for term, answer in zip(known, answers(trained(), list(known)), strict=True):

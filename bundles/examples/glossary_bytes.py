@@ -1,6 +1,6 @@
 """glossary_bytes: `glossary` for clients that send and get tokens, which are the bytes of UTF-8.
 
-Triton's stubs then need no numpy 1.26, which they would need for text.
+Tokens are integers, so Triton's stubs do not need numpy 1.26. With Triton 24.10, they need it for strings.
 """
 
 from __future__ import annotations

@@ -13,7 +13,11 @@ Params = dict[str, Any]
 
 
 def initial(tokens: int, embedding: int, width: int, outputs: int) -> Params:
-    """Return random parameters, always the same, for these numbers of token kinds and logits, and a state of `width`."""
+    """Return random parameters, the same in every process.
+
+    tokens: number of different tokens. embedding: length of a token's vector. width: length of the state.
+    outputs: number of logits.
+    """
     rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> Array:

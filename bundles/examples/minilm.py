@@ -13,8 +13,8 @@ from rsrv_bundle.meta import write_meta_bundle
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, replacing an existing one."""
     write_meta_bundle(
-        # Import the file by its place, because the tokeniser that it imports need not be installed where bundles are
-        # built.
+        # Pass the path, because importing the file needs the package tokenizers, which need not be installed where bundles
+        # are built.
         Path(__file__).with_name("minilm_run.py"),
         calls=["minilm_encoder", "minilm_pool"],
         client_inputs=[{"name": "text", "dtype": "bytes", "shape": "n"}],

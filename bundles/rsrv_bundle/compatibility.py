@@ -1,7 +1,8 @@
 """The table of pairs of features: on each front, a pair is served, refused or impossible. Pure.
 
-Programs that check bundles take the texts of their refusals from here. A pair of features that the table lacks is refused
-as well. So a new feature is refused together with every other one until an end-to-end test shows that they work together.
+Programs that check bundles take the texts of their refusals from here. A pair that the table lacks is refused as well, unless one
+of its features belongs to a request or an event, such as a deadline. So a new feature of bundles is refused together with every
+other one until an end-to-end test shows that the two work together.
 `tools/compatibility_page.py` writes docs/compatibility.md from the table.
 """
 
@@ -53,10 +54,10 @@ _F = Feature
 
 
 class Cell(NamedTuple):
-    """What happens to two features together."""
+    """The table's entry for two features."""
 
     kind: Literal["served", "refused", "n/a", "untested"]
-    #: Text of the cell: the test that shows it, the error's text, or the reason.
+    #: The test that shows that the features work together, the text of the refusal, or the reason why the pair cannot occur.
     text: str
 
 
@@ -72,7 +73,7 @@ _METAS = (_F.META, _F.BLS)
 _STATEFUL = (_F.STATE, _F.GENERATION)
 _ALIASES = (_F.ALIAS, _F.SHADOW)
 
-#: Manifest's key of a feature: errors about a pair name the key of its first feature.
+#: Key of each feature in the manifest. The error about a refused pair names the key of the feature in `Rule.features`.
 _KEYS: Final[Mapping[Feature, str]] = {
     _F.STATE: "state",
     _F.GENERATION: "generate",
@@ -82,7 +83,7 @@ _KEYS: Final[Mapping[Feature, str]] = {
     _F.VARIANTS: "input_shapes",
 }
 
-#: Refused pairs. A text about a called model or about an alias follows the name of the model.
+#: Refused pairs. Errors about a called model or an alias put the name of the model in front of the text.
 REFUSED: Final = (
     Rule((_F.PADDING,), _STATEFUL, "a model with state is not padded: its sequences would remember the padding"),
     Rule((_F.PADDING,), (_F.INTERNAL,), "only clients can call a padded model, and an internal model has no clients; remove pad or internal"),
@@ -125,9 +126,9 @@ PYTHON_ONLY: Final[Mapping[Feature, str]] = {
 
 
 class Proof(NamedTuple):
-    """An end-to-end test that shows that each two of these features work together."""
+    """An end-to-end test that shows that any two of `features` work together."""
 
-    #: Path and name.
+    #: Path and name of the test.
     test: str
     fronts: tuple[Front, ...]
     features: tuple[Feature, ...]
@@ -143,7 +144,7 @@ _CLIENTS: Final = (_F.LARGE, _F.DEADLINE, _F.PRIORITY, _F.CANCEL, _F.SHARED_MEMO
 _ASKED_WITH_STATE: Final = (_F.COLD, _F.DEVICES, _F.DEADLINE, _F.PRIORITY, _F.SHARED_MEMORY)
 _ASKED: Final = (_F.COLD, _F.DEVICES, _F.DEATH, *_CLIENTS)
 
-#: Tests of single pairs come first: the page names the first test of a pair.
+#: The page names the first test that has a pair. So tests of single pairs precede tests of many features.
 PROOFS: Final = (
     Proof("tests/e2e/test_strings.py::test_strings_of_any_length_go_through_hooks", _PYTHON, (_F.HOOKS, _F.STRINGS)),
     Proof("tests/e2e/test_strings.py::test_a_meta_model_takes_passes_on_and_returns_strings", _PYTHON, (_F.META, _F.STRINGS)),
@@ -192,7 +193,7 @@ UNTESTED: Final = (
 
 
 def cell(first: Feature, second: Feature, front: Front = "python") -> Cell:
-    """Return the cell of two features, which says whether a model may have both."""
+    """Return the table's entry for two features on a front."""
     pair = frozenset((first, second))
     if text := _rules(REFUSED).get(pair):
         return Cell("refused", text[1])
@@ -237,7 +238,7 @@ def _first_refusal(cells: Iterable[Cell]) -> str:
 
 @cache
 def _rules(rules: tuple[Rule, ...]) -> Mapping[Pair, tuple[Feature, str]]:
-    """Return, for each pair, its feature that is in `rule.features`, and the rule's text."""
+    """Return, for each pair of a rule, the feature of the pair that is in `rule.features`, and the rule's text."""
     return {
         frozenset((feature, second)): (feature, rule.text)
         for rule in rules

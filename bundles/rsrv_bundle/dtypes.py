@@ -28,7 +28,7 @@ _TABLE: dict[str, _Row] = {
     "f64": _Row("float64", 8, "FP64", "F64", "f64"),
     "bf16": _Row("bfloat16", 2, "BF16", "BF16", "bf16"),
     "f8_e5m2": _Row("float8_e5m2", 1, None, "F8_E5M2", "f8E5M2"),
-    # This type has no infinities, in StableHLO and in safetensors.
+    # StableHLO and safetensors have the variant without infinities, which numpy's name marks with "fn".
     "f8_e4m3": _Row("float8_e4m3fn", 1, None, "F8_E4M3", "f8E4M3FN"),
     "i8": _Row("int8", 1, "INT8", "I8", "i8"),
     "i16": _Row("int16", 2, "INT16", "I16", "i16"),
@@ -79,7 +79,7 @@ def unknown(name: str) -> str:
 
 
 def itemsize(token: str) -> int:
-    """Return the bytes per element, or the minimum for a string. Raises KeyError for an unknown token."""
+    """Return the number of bytes of an element, or of the shortest string on the wire. Raises KeyError for an unknown token."""
     return _LENGTH_BYTES if token == BYTES else _TABLE[token].itemsize
 
 

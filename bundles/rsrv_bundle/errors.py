@@ -22,7 +22,7 @@ class BundleError(Exception):
 
 
 class PaddingError(BundleError):
-    """It is not proven that padding changes no answer of a model."""
+    """Padding changes the answers of a model, or no check can show that it does not."""
 
 
 class TargetError(BundleError):

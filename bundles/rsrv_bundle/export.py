@@ -40,9 +40,9 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 class Original:
     """The author's model, if `fn` was made from another object."""
 
-    #: Runs the model on numpy arrays by name, without compiling. Returns the results of `fn` as arrays of its framework.
+    #: Runs the model on numpy arrays by name, without compiling. Returns the results of `fn` as arrays of the model's framework.
     run: Callable[..., Any]
-    #: Distributions that the provenance lists, in addition to jax's own.
+    #: Python packages whose versions the provenance stores, in addition to rsrv, jax, jaxlib and numpy.
     packages: Sequence[str] = ()
     #: Converts an array of the framework to numpy. It gets the array's name for errors, and the array.
     to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
@@ -275,7 +275,7 @@ def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
 class _Flat:
     """`fn` with the calling convention of a module: positional arguments, and a tuple of results. See `modules.check_signatures`."""
 
-    # jax takes the module's name from here. Otherwise, the name would contain this object's address.
+    # jax uses this as the name of the module. Without it, the name would contain the address of this object.
     __name__ = "main"
 
     def __init__(
@@ -311,12 +311,12 @@ class _Flat:
         return (*named.values(), *pools)
 
     def jitted(self, leaves: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-        """Return `fn` with these weights."""
+        """Return the compiled `fn` with these weights, as a function of the inputs."""
         compiled = jax.jit(self)
         return lambda *inputs: compiled(*inputs, *leaves)
 
     def eager(self, original: Original) -> Callable[..., tuple[Any, ...]]:
-        """Return the original model with the same calling convention."""
+        """Return the original model as a function of the inputs, with the results in the order of `output_names`."""
 
         def direct(*inputs: Any) -> tuple[Any, ...]:
             try:
@@ -342,9 +342,10 @@ def _dtype(token: str) -> Any:
 
 
 def named_leaves(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return names, leaves and structure of a tree of arrays, in jax's order. It is sorted, and so the same in every process.
+    """Return names, leaves and structure of a tree of arrays.
 
-    Raises BundleError, in which `subject` stands for the tree, if two names are equal, or for a leaf that is not an array.
+    The leaves are in jax's order, which is the same in every process, because jax sorts the keys of dicts. Raises BundleError if
+    two names are equal, or if a leaf is not an array. `subject` is the name of the tree in this error.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") or subject for path, _ in paths]
@@ -380,7 +381,7 @@ def _example(name: str, value: Any) -> Value:
 
 
 def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_bytes: int) -> Stripped:
-    # Keep unused arguments, because the places of later arguments must not change.
+    # Keep unused arguments, because without them the positions of later arguments would change.
     exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*structs)
     module = strip_locations(bytes(exported.mlir_module_serialized))
     total = sum(size for size, _ in module.constants)

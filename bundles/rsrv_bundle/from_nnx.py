@@ -37,7 +37,8 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
     def fn(params: Any, **inputs: Any) -> Any:
         result, (_, streams, after) = run(rngs, params, inputs)
         drawn = _changed(nnx.to_pure_dict(rngs), streams)
-        # Accept random numbers that do not matter, because recurrent layers draw some for their initial zeros.
+        # Accept random numbers on which the results do not depend. Recurrent layers draw such numbers when they make their zero
+        # state.
         if drawn and _matters(lambda *arguments: Results.of(run(*arguments)[0]).values, rngs, params, inputs):
             raise BundleError(
                 f"model: {drawn}: draws random numbers that its results depend on; call model.eval() first, or make"

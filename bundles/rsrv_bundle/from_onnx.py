@@ -30,11 +30,12 @@ from rsrv_bundle.writer import free_target
 Array = np.ndarray[Any, Any]
 
 #: Provenance key of the changes that an export made, as JSON: inputs that it fixed (`bind`), outputs that it chose
-#: (`outputs`), and batch axes of the inputs if the model computes each row alone (`rows`).
+#: (`outputs`), and batch axes of the inputs if each row is computed separately (`rows`).
 _CHANGES = "onnx_changes"
 #: Operators that scale by the largest value in the whole batch, so that a row would depend on the other rows.
 _WHOLE_BATCH = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
-#: Rows that share a scale may differ from the same rows alone by this share of the largest magnitude.
+#: Largest allowed difference between a row in a batch with a common scale and the same row in a batch of one, relative to the
+#: largest magnitude.
 _STEPS_OF_SCALE = 0.1
 #: Operators that pass an index on unchanged.
 _PASS = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand"})
@@ -57,7 +58,7 @@ def export_onnx(
 
     file: the path of the model. Its external data must be in its folder. Nothing in it is executed.
     batch_sizes: sizes to compile, in rows. Without it, the model keeps its shapes, and has no batch axis.
-    batch_axis: the batch axis of an input, by the input's name. Other inputs have the first of these axes that exists:
+    batch_axis: the batch axis of an input, by the input's name. For other inputs, it is the first of these axes that exists:
         1. the axis that has the same name in the file as the first axis of the first input,
         2. the first axis, unless the file gives it a size above 1,
         3. the first axis that has the size 1, or neither size nor name.
@@ -65,7 +66,7 @@ def export_onnx(
         The name of a nameless axis consists of its input and its index: `{"image_2": 224}`.
         With only one variant, these axes have fixed sizes.
     pad: as for `export_bundle`, with the axis by its name in the file: `sequence=0,mask=attention_mask`.
-    bind: values of inputs that are fixed from now on, by name, such as `{"sr": 16000}`.
+    bind: values of inputs that the bundle fixes, by name, such as `{"sr": 16000}`. Requests do not have these inputs.
     outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.
     samples: inputs for the comparison, by name, in addition to random ones. The first axis of an array counts samples. Its other
         axes are the axes of the input without the batch axis.
@@ -87,6 +88,7 @@ def export_onnx(
         rows = plan.batch if len(plan.open) < len(plan.batch) or _mixes_rows(model) else {}
         # If the user names the batch axis of the first input in `plan.open`, the batch axes of all inputs are confirmed.
         unproven = [] if (batch_axis or {}).keys() & plan.open[:1] else plan.open
+        # A value may be listed twice among the outputs. The bundle returns it once.
         names = list(dict.fromkeys(outputs or model.graph.outputs))
         examples = {value.name: _example(model, value, plan) for value in named_inputs}
         examples |= _sampled(named_inputs, plan, samples or {})
@@ -97,7 +99,6 @@ def export_onnx(
 
             return _each_row(model, evaluate, inputs, rows) if rows else evaluate(**inputs)
 
-        # A value that appears twice among the outputs has one name.
         return export_bundle(
             call,
             dict(evaluator.weights),
@@ -109,7 +110,8 @@ def export_onnx(
             input_shapes=plan.input_shapes,
             pad=",".join(_by_letter(part, plan.letters) for part in pad.split(",")),
             original=_original(model, names, bound, rows, unproven),
-            # The commit of rsrv's own files says nothing about the model.
+            # `object` belongs to no file, so the provenance gets no commit. The commit of rsrv's own files says nothing about the
+            # model.
             **{"code": object, **options},
         )
 
@@ -128,7 +130,7 @@ class OnnxSource:
         self._original: Original | None = None
 
     def of(self, provenance: Mapping[str, Any]) -> OnnxSource:
-        """Return the model with the inputs that a bundle's export fixed, and with the outputs that it chose."""
+        """Return the model as a bundle's export changed it: with fixed inputs, chosen outputs and separately computed rows."""
         return OnnxSource(self._path, provenance)
 
     def __call__(self, **inputs: Any) -> Results:
@@ -160,7 +162,7 @@ class _Axes:
         self.shapes: dict[str, tuple[int, ...]] = {}
         #: Batch axes by input. Empty without batch sizes.
         self.batch: dict[str, int] = {}
-        #: Inputs whose batch may have any number of rows in the file.
+        #: Inputs whose batch axis has no fixed size in the file.
         self.open: list[str] = []
 
 
@@ -217,7 +219,7 @@ def _plan(
 
 
 def _by_letter(part: str, letters: Mapping[str, str]) -> str:
-    """Return a part of `pad` with the letter of the axis that it names."""
+    """Replace the name of an axis in a part of `pad` by the letter of the axis."""
     name, equals, value = part.partition("=")
     return f"{letters.get(name.strip(), name)}{equals}{value}"
 
@@ -254,7 +256,7 @@ def _batch_axis_of(
     elif batch in dims:
         axis = dims.index(batch)
     elif isinstance(dims[0], int) and dims[0] != 1:
-        # The first axis counts something else, such as the layers of a state.
+        # The first axis is not the batch. It counts something else, such as the layers of a state.
         axis = next((at for at, dim in enumerate(dims) if dim in (1, None)), 0)
     else:
         axis = 0
@@ -295,7 +297,10 @@ def _bound(model: OnnxModel, bind: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
-    """Return example values. Integers that index a table are valid indices of it."""
+    """Return example values of an input of integers, or the shape and type of another input.
+
+    If the integers index a table, they are valid indices of the table.
+    """
     shape = plan.shapes[value.name]
     if value.dtype.kind not in "iu":
         return jax.ShapeDtypeStruct(shape, value.dtype)
@@ -304,7 +309,7 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
     if size is not None:
         top = size
     elif len(shape) == 1 and plan.axes[value.name] == "n":
-        # An input of one number per row probably has lengths, within the longest axis of the other inputs.
+        # An input with one number per row probably holds lengths. None of them exceeds the longest axis of the other inputs.
         longest = [
             size
             for input_name, sizes in plan.shapes.items()
@@ -316,7 +321,7 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
         # Integers of 8 bits are probably pixels.
         top = np.iinfo(value.dtype).max + 1
     else:
-        # Other integers are probably a mask, or one of two kinds.
+        # Other integers are probably a mask, or token types. Draw 0 and 1.
         top = 2
     # Draw 64 rows, because one row would have few of the possible values.
     drawn_shape = [
@@ -345,7 +350,7 @@ def _table_size(model: OnnxModel, name: str) -> int | None:
         if node.inputs and node.inputs[0] in same and node.op in _PASS:
             same.update(node.outputs)
             continue
-        # A damaged node limits no index. Its evaluation reports it.
+        # Ignore a damaged node here. The evaluation of the graph reports it.
         with suppress(IndexError, OverflowError, TypeError, ValueError):
             if (count := _values_of_index(node, same, constant)) is not None:
                 smallest = count if smallest is None else min(smallest, count)
@@ -366,8 +371,8 @@ def _values_of_index(node: Node, same: set[str], constant: Callable[[str], Array
         depth = constant(node.inputs[1])
         return None if depth is None else int(depth.reshape(-1)[0])
     if node.op == "Equal" and not same.isdisjoint(node.inputs):
-        # TensorFlow compares an index with the numbers of all classes. A comparison with one number, such as that of the padding,
-        # does not limit an index.
+        # TensorFlow compares an index with the numbers of all classes. A comparison with a single number, such as the padding's
+        # id, does not limit an index.
         numbers = next((array for name in node.inputs if (array := constant(name)) is not None), None)
         limits = numbers is not None and numbers.size > 1 and numbers.dtype.kind in "iu"
         return int(numbers.max()) + 1 if limits and numbers is not None else None
@@ -415,7 +420,7 @@ def _each_row(
     inputs: Mapping[str, Any],
     axes: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Evaluate a model for each row of a batch alone. `axes` are the batch axes of the inputs."""
+    """Evaluate a model separately for each row of a batch. `axes` are the batch axes of the inputs."""
     places: dict[str, int | None] = {}
 
     def row(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,7 +444,7 @@ def _row_by_row(
     inputs: Mapping[str, Array],
     axes: Mapping[str, int],
 ) -> dict[str, Array]:
-    """Return the outputs as `_each_row` does, from onnxruntime."""
+    """Run onnxruntime separately on each row, and join the outputs as `_each_row` does."""
     count = next(array.shape[axes[name]] for name, array in inputs.items())
     singles = [
         {name: np.take(array, [row], axes[name]) for name, array in inputs.items()} for row in range(count)
@@ -454,10 +459,10 @@ def _row_by_row(
 def _row_axis(
     model: OnnxModel, output: str, shape: tuple[int, ...], axes: Mapping[str, int], inputs: Mapping[str, Any]
 ) -> int | None:
-    """Return the batch axis of an output of one row. None: it has no such axis, and gets one in front.
+    """Return the batch axis of an output for one row, or None if the output has no such axis. Callers then add one in front.
 
-    The file may give this axis the name of the batch. The state of a recurrent model has the shape of an input, and the same batch
-    axis. Other outputs have the batch on their first axis of size 1.
+    If the file gives an axis the name of the batch, this is the batch axis. The state of a recurrent model has the shape of an
+    input, and the same batch axis. In other outputs, the first axis of size 1 is the batch.
     """
     names = {value.dims[axes[value.name]] for value in model.inputs if value.dims and value.name in axes}
     dims = model.output_dims.get(output, ())
@@ -481,8 +486,9 @@ def _check_rows(
 ) -> None:
     """Raise BundleError if elements of the batch axes of `unproven` depend on each other, as time steps do.
 
-    Computing each row alone would hide this. So run the model on the last row alone, and on the first row followed by the last row,
-    and compare the results for the last row. Inputs that are not in `unproven` have only their last row in both runs.
+    The bundle would compute each row separately, which would hide such a dependency. So run the model on the last row alone, and
+    on the first row followed by the last row, and compare the results for the last row. Inputs that are not in `unproven` have
+    only their last row in both runs.
     """
 
     def chosen(*rows: int) -> dict[str, Array]:
@@ -495,7 +501,7 @@ def _check_rows(
     try:
         together = ask(chosen(0, -1))
     except Exception:  # noqa: BLE001 - onnxruntime may raise anything
-        # The graph has the number 1 written down, such as in a Reshape, so it has no rows that could depend on each other.
+        # The graph takes only one row, for example because a Reshape contains the number 1. So no rows can depend on each other.
         return
     allowed = _STEPS_OF_SCALE if _mixes_rows(model) else TOLERANCE["f16"]
     for output, both, single in zip(outputs, together, alone, strict=True):
@@ -526,16 +532,16 @@ def _original(
     rows: Mapping[str, int],
     unproven: Sequence[str],
 ) -> Original:
-    """Return a function that runs the model in onnxruntime.
+    """Return the original model of an export, run by onnxruntime.
 
-    `rows` has the batch axes of the inputs if the model computes each row alone. `unproven` are the inputs whose batch axis may be
+    `rows` has the batch axes of the inputs if each row is computed separately. `unproven` are the inputs whose batch axis may be
     another axis, such as time.
     """
     sessions: list[Any] = []
 
     def run(**inputs: Any) -> dict[str, Any]:
-        # The session starts only after the whole graph was lowered, because onnxruntime creates any tensor that a file asks
-        # for, however large.
+        # Start the session here, after the whole graph was lowered. Lowering refuses tensors that are too large, but onnxruntime
+        # allocates any tensor that a file asks for.
         if not sessions:
             sessions.append(_session(model, outputs))
         [session] = sessions

@@ -29,7 +29,7 @@ from rsrv_bundle.torch_arrays import Array, dtype_of, tensors_of, to_numpy, to_t
 from rsrv_bundle.torch_modules import check_module, plain, unchanged
 from rsrv_bundle.writer import free_target
 
-#: PyTorch operation or its name -> JAX function with the same arguments
+#: Maps a PyTorch operation, or its name, to a JAX function with the same arguments.
 Lowerings = Mapping[Any, Callable[..., Any]]
 
 
@@ -52,7 +52,7 @@ def export_torch(
     example_inputs: name of an argument of `forward` -> tensor, array or jax.ShapeDtypeStruct.
     lowerings: PyTorch operation, or its name such as "mylib::scale" -> JAX function with the same arguments. Such a
         function is for an operation of your own, or replaces the exporter's lowering.
-    The rest is as for `rsrv_bundle.export.export_bundle`. 64-bit element types need no switch.
+    The rest is as for `rsrv_bundle.export.export_bundle`. 64-bit element types do not need `jax_enable_x64`.
 
     The module is traced at each size separately, so it need not work for other sizes. torchax registers a device with
     PyTorch. After that, torch.compile and nn.DataParallel do not work in this process.
@@ -145,7 +145,10 @@ def _traced(
     sizes: Mapping[str, Any],
     lowerings: Lowerings,
 ) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Trace a module at each size, with the state of as many rows. Return the module, the examples, and the traced modules."""
+    """Trace a module at each size. Return the module, the examples, and the traced modules.
+
+    The traced modules also take the state tensors, with the same number of rows as the inputs.
+    """
     module = plain(module)
     check_module(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
@@ -251,7 +254,7 @@ def _original(module: nn.Module) -> Original:
 def _torch_programs() -> Any:
     """Import `torch_programs`. Raises BundleError if torchax is missing, or if it does not fit this PyTorch.
 
-    The import waits until an export needs it, because torchax changes PyTorch for the whole process.
+    `torch_programs` is imported only when an export needs it, because torchax changes PyTorch for the whole process.
     """
     try:
         from rsrv_bundle import torch_programs

@@ -16,7 +16,8 @@ from rsrv_bundle.narrow_modules import element, main_of
 from rsrv_bundle.products import kind_of
 
 _PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
-#: Operations that are computed in the half type if at least one operand has it, and if all other operands have it or are static.
+#: Operations that are computed in the half type if at least one of their f32 operands is not static, and if all such operands
+#: already exist in the half type.
 _FOLLOW = frozenset(
     f"stablehlo.{name}"
     for name in [
@@ -67,13 +68,14 @@ class _Rewriter:
         self.half = half
         #: Values that depend on no input: weights, constants, and results computed only from weights and constants.
         self.static = static
-        #: Values in the half type, by their f32 value.
+        #: Maps f32 values to the same values in the half type.
         self.halves: dict[Any, Any] = {}
 
     def rewrite(self, block: Any) -> None:
         for operation in [item.operation for item in block.operations]:
             name = operation.name
-            # The regions of loops and branches contain computations. The region of a reduction only describes its operation.
+            # Rewrite the regions of loops and branches, which contain computations. The region of a reduction only names its
+            # operation.
             if name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
                 for region in operation.regions:
                     for inner in region.blocks:
@@ -88,13 +90,13 @@ class _Rewriter:
             return False
         floats = [value for value in operation.operands if _is_f32(value)]
         moving = [value for value in floats if value not in self.static]
-        # Powers of an activation are parts of functions that need f32.
+        # A product of two activations, such as a power, is often a part of a function that needs f32.
         if operation.name == "stablehlo.multiply" and len(moving) > 1:
             return False
         return bool(moving) and all(value in self.halves for value in moving)
 
     def _halve(self, operation: Any) -> None:
-        """Let an operation take and return the half type, and widen its result for others."""
+        """Make an operation take and return the half type, and convert its result back to f32 for the operations that use it."""
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import stablehlo
 
@@ -132,12 +134,12 @@ def _is_product(operation: Any) -> bool:
     """Return whether an operation is a matrix product or a convolution of f32 whose precision the module leaves to the hardware."""
     if operation.name not in _PRODUCTS or kind_of(operation) != "hardware":
         return False
-    # Complex numbers, and sums in f64, have no half type.
+    # Products of complex numbers, and products with results in f64, have no half type.
     return all(map(_is_f32, [*operation.operands, *operation.results]))
 
 
 def _is_pooling(operation: Any) -> bool:
-    """Return whether an operation takes the largest values of windows, which rounds nothing."""
+    """Return whether an operation is a max pooling. It rounds nothing, so it may use the half type."""
     if operation.name != "stablehlo.reduce_window" or len(operation.results) != 1:
         return False
     first = next(iter(operation.regions[0].blocks[0].operations))

@@ -51,7 +51,8 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
                 for defined_name, how in defined
                 if defined_name == name
             ]
-            # If there are several definitions, only running the file would show which definition is used.
+            # If there are several definitions, only running the file would show which one is used. So report them only if all are
+            # wrong.
             if all(rules):
                 problems.add(file.name, name, rules[-1])
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
@@ -63,7 +64,7 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
 def _wrong_use(name: str, definition: ast.AST | None, arguments: tuple[str, ...]) -> str:
     """Return why a hook with this definition cannot be called.
 
-    The text is empty if the hook can be called, or if only running the file would show that.
+    The text is empty if the hook can be called, or if only running the file would show whether it can.
     """
     signature = f"{name}({', '.join(arguments)})"
     if isinstance(definition, ast.AsyncFunctionDef) and name != "run":

@@ -25,10 +25,11 @@ def random_inputs(
 ) -> list[Array]:
     """Return one array for each executable input. Equal arguments return equal arrays in every process.
 
-    examples: input name -> array. The rows of an integer input come from its example, because integers are often indices
-        and depend on each other: the edges of a box, sorted positions, a mark at the end. If more rows are needed, the
-        example's rows are repeated. Each repetition rotates them by one more place along the next axis.
-    first: number of rows to skip, because other calls return them.
+    examples: input name -> array. The rows of an integer input are copied from its example, because integers are often
+        indices and depend on each other: the edges of a box, sorted positions, a special token at the end. If more rows are
+        needed, the example's rows are repeated. In each repetition, their elements are rotated by one more place along the
+        row's first axis.
+    first: number of rows to skip, because other calls have returned these rows.
     """
     arrays = []
     for index, spec in enumerate(bundle.manifest.inputs):
@@ -65,8 +66,9 @@ def acceptable(
 ) -> dict[str, Array]:
     """Return the examples without integer arrays of zeros, because such an array often stands only for a shape.
 
-    run: runs the model at the first variant and the smallest batch size. With it, an array of zeros is replaced by one
-        with the widest range that the model takes: 0 to 99, 0 to 9, 0 and 1, or only 0.
+    run: runs the model at the first variant and the smallest batch size. If it is given, this function finds, for each
+        array of zeros, the widest range of integers with which the model runs: 0 to 99, 0 to 9, 0 and 1, or only 0. The result
+        has an array with this range, or no array for 0 to 99, because random inputs have this range anyway.
     """
     accepted = dict(examples)
     blank = [name for name, array in accepted.items() if array.dtype.kind in "iu" and not array.any()]
@@ -123,7 +125,7 @@ def example_inputs(
     """Return the examples as executable inputs, repeated or cut to the module's sizes. Inputs without an example are random.
 
     examples: input name -> array. Return None if no float example has two different values. A constant example only stands for a
-    shape, and with it many models return nothing but rounding errors.
+    shape, and many models return nothing but rounding errors for it.
     """
     fitting = _fitting(bundle, examples)
     if not any(
@@ -172,7 +174,7 @@ def check_sample_names(samples: Collection[str], names: Collection[str]) -> None
 
 
 def sample_count(arrays: Iterable[Array]) -> int:
-    """Return the length of the first axis of all arrays, or 0 without arrays. Raises BundleError if they differ."""
+    """Return the length of the first axis of all arrays, or 0 without arrays. Raises BundleError if the lengths differ."""
     counts = {len(array) for array in arrays}
     if len(counts) > 1:
         raise BundleError(

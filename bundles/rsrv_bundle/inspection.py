@@ -39,7 +39,7 @@ _SECONDS_PER_BYTE = 1e-6
 _PATIENCE = 4
 #: A timeout is the module's fault only if the child has used this share of its CPU time.
 _FAIR = 0.5
-#: Exit statuses of a process that the kernel (out of memory) or an operator killed. No parser ends like this.
+#: Exit statuses of a process that the kernel (out of memory) or an operator killed. A parser that fails does not end in this way.
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 #: Seconds within which the process must start and load jaxlib.
 _START = 120.0
@@ -64,11 +64,11 @@ class _Child:
 
 
 class Inspector:
-    """`rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
+    """Calls `rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
 
-    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module, another child
-    replaces it, because the module may have damaged it. `known` maps the SHA-256 of modules to their signatures. Modules in `known`
-    are not parsed again, and signatures of other modules are added to it.
+    The child starts when it is needed, and runs until `close`, or until this process ends. After a bad module, a new child
+    replaces the old one, because the module may have damaged its memory. `known` maps the SHA-256 of modules to their signatures.
+    Modules in `known` are not parsed again, and signatures of other modules are added to it.
     """
 
     def __init__(self, known: MutableMapping[str, Signature] | None = None) -> None:
@@ -76,13 +76,16 @@ class Inspector:
         self._child: _Child | None = None
 
     def start(self) -> None:
-        """Start the child early, so that it has loaded jaxlib by the time it is needed."""
+        """Start the child early, so that it has loaded jaxlib by the time it is needed.
+
+        If any signature is known already, do nothing, because the child may not be needed.
+        """
         if not self._known:
             self._start()
 
     def _start(self) -> None:
         if self._child is None:
-            # The check of the next module will report the failure.
+            # If the child does not start, the check of the next module reports it.
             with contextlib.suppress(OSError):
                 self._child = _spawn()
 
@@ -133,7 +136,7 @@ class Inspector:
         return signature_from_json(answer)
 
     def close(self) -> None:
-        """End the process. The next module starts another one."""
+        """End the child. The next module starts a new one."""
         child, self._child = self._child, None
         if child is not None:
             child.process.kill()
@@ -186,7 +189,7 @@ _BLAME = "parsing it {}: it is damaged, or was made to do harm"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """Return how a process without an answer ended."""
+    """Return how a process ended that has not answered."""
     try:
         status = process.wait(10)
     except subprocess.TimeoutExpired:
@@ -198,7 +201,7 @@ def _end(process: subprocess.Popen[bytes]) -> str:
 
 def _cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process, which may have ended but must not have been waited for."""
-    # Read the fields from the third on. They follow the name, which may contain any character.
+    # Read the fields after the process's name, which ends with the last parenthesis and may contain any character.
     fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -224,7 +227,7 @@ def main() -> None:
 
 
 def _limit(nbytes: int) -> None:
-    """Set the limits for the next module. The kernel ends this process if the module exceeds the time."""
+    """Set the limits for the next module. The kernel ends this process if the module exceeds the time limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_at_most(hard, _MEMORY + nbytes * _MEMORY_PER_BYTE), hard))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -19,8 +19,8 @@ GENERATE: Final = (
 )
 
 _MOST_ENTRIES, _MOST_UNKNOWN = 1000, 20
-#: Keys of ReactantServer's format. Bundles in it may also have these of our keys: `internal`, `meta.external` and
-#: `meta.restartable`.
+#: Keys of format 2.0, which is ReactantServer's format, and three of our own keys that such bundles may also have: `internal`,
+#: `meta.external` and `meta.restartable`.
 _FORMAT_2: Final[Mapping[str, tuple[str, ...]]] = {
     "": (
         *("format_version", "name", "description", "kind", "meta", "internal"),
@@ -44,9 +44,10 @@ _FORMAT_3: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def known_keys(document: Mapping[str, Any], version: str, bad: Callable[[str, str], None]) -> dict[str, Any]:
-    """Return a manifest with only the top-level keys of its version.
+    """Check the keys of a manifest, and return the manifest.
 
-    In format 3, `bad(key, rule)` is called for each unknown key. Format 2.0 ignores unknown keys.
+    In format 3, `bad(key, rule)` is called for each unknown key. In format 2.0, unknown top-level keys are removed from the
+    result.
     """
     if version != "2.0":
         for section, known in _FORMAT_3.items():
@@ -58,7 +59,7 @@ def known_keys(document: Mapping[str, Any], version: str, bad: Callable[[str, st
 
 
 def _mappings(value: Any, steps: Sequence[str], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return the mappings of a section, each with its place in the manifest."""
+    """Yield the mappings of a section, each with its place in the manifest."""
     if not isinstance(value, dict):
         return
     if not steps:

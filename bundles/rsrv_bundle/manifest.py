@@ -1,4 +1,4 @@
-"""Parser of `manifest.yaml`. It checks every rule that the text alone can break.
+"""Parser of `manifest.yaml`. It checks every rule that needs no other file of the bundle, except for the existence of model.py.
 
 Format versions:
 
@@ -41,7 +41,7 @@ _MAX_SUMS = 1000
 
 
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
-    """Parse a manifest. Every broken rule goes to `problems`.
+    """Parse a manifest. Every broken rule is added to `problems`.
 
     `name` is the bundle's name. `has_hooks` is True if there is a `model.py` beside the manifest, because some rules depend on it.
     Return None if the text is not a mapping or has no usable version. Otherwise, return the readable part, which is complete only if
@@ -81,7 +81,7 @@ class _Parser:
         self.problems = problems
         self.document = known_keys(document, version, self.bad)
         self.version = version
-        #: False in format 2.0, whose keys may have any value if the format's own reader ignores them.
+        #: False in format 2.0. Keys that ReactantServer ignores may then have any value.
         self.strict = version != "2.0"
         self.name = name
         self.has_hooks = has_hooks
@@ -306,7 +306,7 @@ class _Parser:
 
     def internal(self, kind: Kind) -> bool:
         value = self.document.get("internal")
-        # In format 2.0, a key that the format's own reader does not know may have any value.
+        # In format 2.0, the value may be anything, because ReactantServer does not know this key.
         if self.strict and value is not None and not isinstance(value, bool):
             self.bad("internal", f"must be true or false, not {value!r:.40}")
         return kind == "model" and value is True

@@ -28,8 +28,9 @@ _KINDS = {
 def mistaken(path: Path, *, single: bool = False) -> str:
     """Return why a path will never be a bundle or a directory of bundles, with the remedy.
 
-    The text is empty if the path may become one. A directory without a bundle may get one later, unless it contains files of another
-    known kind. With `single`, only a bundle is accepted. Raises OSError if the directory cannot be listed.
+    The text is empty if the path is or may become a bundle or a directory of bundles. A directory without a bundle may get one
+    later, unless it contains files of another known kind. With `single`, a directory of bundles is also a mistake. Raises OSError
+    if the directory cannot be listed.
     """
     if not path.exists():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -56,9 +57,9 @@ def mistaken(path: Path, *, single: bool = False) -> str:
 
 
 def other_models(folder: Path, served: Collection[str] = ()) -> list[str]:
-    """Return a line for each model in a directory of bundles that is not a bundle, with the remedy. Raises OSError.
+    """Return a line, with the remedy, for each entry of a directory of bundles that is another kind of model. Raises OSError.
 
-    A model whose name is in `served` is left out, because it is probably the source of that bundle.
+    A model whose name is in `served` is left out, because it is probably the source of the served bundle.
     """
     lines = []
     for entry in sorted(folder.iterdir()):

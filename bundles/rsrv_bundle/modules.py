@@ -1,10 +1,10 @@
 """Compiled modules: their signatures, and the check that these agree with the manifest.
 
-A module is a StableHLO portable artifact. Only this file of the package reads the content of modules. It imports jaxlib, and
-jax for running modules, only when a function needs them.
+A module is a StableHLO portable artifact. All files of the package that read or change the content of modules parse it with
+`parsed`. jaxlib, and jax for running modules, are imported only when a function needs them.
 
-A bundle is untrusted. This file only parses modules and never runs them, but the parser is native code, which a damaged module
-can crash. `rsrv_bundle.inspection` therefore parses modules in a process that may die.
+A bundle is untrusted. The check of a signature parses a module, and does not run it. But the parser is native code, which a
+damaged module can crash. `rsrv_bundle.inspection` therefore parses modules in a process that may crash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Signature:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    #: SHA-256, hexadecimal, of the module from which it was read.
+    #: SHA-256, hexadecimal, of the module from which the signature was read.
     digest: str = field(default="", compare=False)
     #: Precision of the unchanged module's f32 products.
     precision: Precision = field(default_factory=Precision, compare=False)
@@ -51,7 +51,7 @@ class Signature:
     donated: int = 0
 
 
-#: Returns the signature of a module, from its bytes and its file's name. Raises BundleError.
+#: A function that returns the signature of a module, from its bytes and its file's name. Raises BundleError.
 SignatureReader = Callable[[bytes, str], Signature]
 
 
@@ -65,7 +65,7 @@ def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
 def read_module(bundle: Bundle, key: tuple[int, int], signature: Signature) -> bytes:
     """Return the bytes of the module of a (variant, size), from which `signature` was read.
 
-    Raises BundleError if the file is gone, or if it has changed since then.
+    Raises BundleError if the file cannot be read, or if it has changed since the signature was read.
     """
     file = module_file(bundle, key)
     blob = _read(file)
@@ -220,7 +220,7 @@ def check_signatures(
     for (variant, size), file in sorted(bundle.modules.items()):
         try:
             blob = _read(file)
-            # Compare checksums first, because the parser would report a torn module as no module.
+            # Compare checksums first, because the parser would only report that a partly written module is not a module.
             digest = hashlib.sha256(blob).hexdigest()
             if bundle.manifest.sha256.get(file.name, digest) != digest:
                 raise BundleError(mismatch(file.name))
@@ -339,7 +339,7 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
     import jax.numpy as jnp
 
     def structs(values: tuple[Value, ...]) -> list[jax.ShapeDtypeStruct]:
-        struct: Any = jax.ShapeDtypeStruct  # This package has no types.
+        struct: Any = jax.ShapeDtypeStruct  # jax does not annotate the arguments.
         return [struct(shape, dtypes.numpy_dtype(token)) for token, shape in values]
 
     with jax.enable_x64(True):
@@ -364,8 +364,8 @@ class Stripped:
 def strip_locations(blob: bytes) -> Stripped:
     """Remove the debug locations of an artifact. The version of StableHLO stays the same.
 
-    Debug locations contain paths and line numbers of the exporting program. These are private, and equal modules would have different
-    digests. Raises ValueError if `blob` is not an artifact.
+    Debug locations contain paths and line numbers of the exporting program. These are private, and they give equal modules
+    different digests. Raises ValueError if `blob` is not an artifact.
     """
     from jaxlib.mlir import ir
 
@@ -397,7 +397,8 @@ def _is_splat(constant: Any) -> bool:
     try:
         value = constant.attributes["value"]
     except TypeError:
-        # The bindings cannot read complex numbers. In MLIR's text, a splat of any size is a single value, and is not elided.
+        # The bindings cannot read complex numbers. So look at MLIR's text, in which long lists of values are elided. The text of
+        # one repeated value has only this value.
         return "elided" not in constant.get_asm(large_elements_limit=1)
     return getattr(value, "is_splat", False)
 
@@ -414,7 +415,7 @@ def _constant_bytes(kind: Any) -> int:  # `kind` is a ranked tensor type.
 def known_version(text: str | None) -> str:
     """Return a version of StableHLO that this jaxlib writes: `text`, or jax.export's default if it is None.
 
-    Raises ValueError if it does not write that version.
+    Raises ValueError if this jaxlib does not write the version `text`.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -433,7 +434,7 @@ def known_version(text: str | None) -> str:
 def rewritten(blob: bytes, version: str) -> bytes:
     """Rewrite an artifact for `version` of StableHLO. Return the same bytes if it already has that version.
 
-    Raises ValueError if it is not an artifact, or if that version lacks one of its operations.
+    Raises ValueError if `blob` is not an artifact, or if `version` lacks one of its operations.
     """
     current = artifact_version(blob)
     if current == version:

@@ -1,4 +1,4 @@
-"""Narrowing of a bundle: its weights in a narrower type, modules that widen them, and a comparison with the wide bundle."""
+"""Narrow a bundle: store its weights in a narrower type, make its modules widen them, and compare it with the wide bundle."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ from rsrv_bundle.spec import Bundle, WeightSpec
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import WeightsFile, as_array
 
-#: Words before the number of each figure of a task.
+#: Text in front of the number, for each figure of a task.
 _MEANING = {
     "cosine": "1 minus the smallest cosine of an embedding and its wide one is",
     "top1": "the share of samples with another best score is",
 }
-#: A comparison of a generation covers at least this many tokens of each module, and this many steps of each text.
+#: For a generation, each module is compared on at least this many tokens, and on at least this many steps of each text, unless
+#: the context is shorter.
 _TOKENS, _STEPS = 256, 16
 _CURE = "Keep the type of some weights, choose a wider type, or accept the error with --tolerance"
 
@@ -55,7 +56,7 @@ class NarrowedBundle:
     """Result of narrowing a bundle."""
 
     bundle: Bundle
-    #: Bytes of the weights before.
+    #: Bytes of the weights before narrowing.
     bytes_before: int
     #: Reasons why weights keep their type, by name.
     kept: Mapping[str, str]
@@ -67,7 +68,7 @@ class NarrowedBundle:
     bound: float
 
     def __str__(self) -> str:
-        """Return a line for people."""
+        """Return a one-line summary for the user."""
         size = self.bundle.weight_bytes
         share = f"{amount(self.bytes_before)} of weights -> {amount(size)}"
         error = f"at most {max(self.errors.values(), default=0.0):.3g} from the wide model; the bound is {self.bound:g}"
@@ -86,14 +87,14 @@ def narrow_bundle(
     overwrite: bool = False,
     read_signature: SignatureReader = signature_of,
 ) -> NarrowedBundle:
-    """Write the bundle in `directory` to `out_dir` with narrow weights. Compare both, and return what was measured.
+    """Write the bundle in `directory` to `out_dir` with narrow weights. Compare the two bundles, and return the errors.
 
     weights: the type of the weights, and types of weights whose names fit a pattern, such as "i8,*.norm*=keep".
     compute: "bf16" or "f16", to compute products in; see `rsrv_bundle.half_modules`.
     samples: a function of the bundle that returns rows by variant for the comparison. Random inputs for other variants take their
         integers from these rows.
     tolerance: bounds that replace the defaults. A key is an element type of outputs, or the name of a figure in TASK_BOUNDS.
-    overwrite: replace an existing bundle. Without it that is an error.
+    overwrite: True to replace an existing bundle. Otherwise, an existing bundle is an error.
     read_signature: reads each module, old and new, before it is compiled.
 
     Nothing appears at `out_dir` unless all errors are within their bounds. Raises BundleError with a line for each module and output
@@ -209,7 +210,10 @@ class StoredTensors:
 
 
 def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
-    """Return the tensors, narrowed by the rules. At most one wide tensor at a time is in memory in addition."""
+    """Return all weights, narrowed as `types` requests.
+
+    While it runs, at most one wide tensor that will be narrowed is in memory.
+    """
     shared: dict[int, frozenset[int]] = {}
     for file in sorted(set(bundle.modules.values())):
         shared = shared_axes(file.read_bytes(), _first(bundle), len(bundle.weights)) | shared
@@ -219,7 +223,7 @@ def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
             weight = bundle.weights[index]
             array = as_array(raw, weight.dtype, weight.shape)
             kind, named = types.of(weight.name)
-            # For other uses, a scale for each row is a good choice: in a table or in a matrix of PyTorch, a row shares its scale.
+            # If `shared_axes` does not know a weight, use one scale for each row, as for tables and for PyTorch's matrices.
             axes = shared.get(index, frozenset({len(weight.shape) - 1}))
             why = kept_because(weight, kind, named, axes)
             tensor = why or narrow(array, kind, axes)
@@ -282,7 +286,7 @@ def _compared(
                 differences = map(error_of, narrow_, wide)
                 worst = [max(old, error) for old, error in zip(worst, differences, strict=True)]
                 for figure, error in task_figures(bundle, narrow_, wide).items():
-                    # For random inputs, rounding often decides which score is the best.
+                    # Ignore the best scores for random inputs, because rounding often decides which score is the best.
                     if figure != "top1" or not random:
                         errors.task[figure] = max(errors.task.get(figure, 0.0), error)
             errors.modules[name] = max(worst, default=0.0)
@@ -314,9 +318,10 @@ def _answers(
     samples: Mapping[int, Rows],
     examples: Mapping[str, Array],
 ) -> Iterator[tuple[bool, list[Array], list[Array]]]:
-    """Yield whether inputs are random, the wide module's outputs for them, and the narrow module's outputs.
+    """Yield whether the inputs are random, the wide module's outputs for these inputs, and the narrow module's outputs.
 
-    If there are real inputs, only they are used. Many networks amplify differences on noise, which no user sends.
+    Samples, or examples with floats, are used in place of random inputs. Many networks amplify differences on noise, which no
+    user sends.
     """
     bundle = before.bundle
     if key[0] in samples:
@@ -334,10 +339,10 @@ def _answers(
 def _texts(
     before: ModuleRunner, after: ModuleRunner, key: tuple[int, int], prompts: Sequence[Array]
 ) -> list[list[Array]]:
-    """Return the greedy tokens of two modules: after the prompts, and after each further token of the wide module's texts.
+    """Return the outputs of two modules after the prompts, and after each further token of a greedy text.
 
-    Both read the same texts, because one different token would change all later ones. A single token of each prompt would say too
-    little: with one row, either none or all of them are different.
+    Both modules read the tokens that the wide module chooses, because one different token would change all later ones. The
+    outputs after the prompts alone would not be enough: with a batch of one row, either none or all of the tokens would differ.
     """
     manifest = before.bundle.manifest
     generate, state, size = manifest.generate, manifest.state, key[1]
@@ -391,7 +396,7 @@ def task_figures(bundle: Bundle, got: Sequence[Array], expected: Sequence[Array]
 
 
 def error_of(got: Array, expected: Array) -> float:
-    """Return an output's error, relative to its largest magnitude. For integers, return the share of unequal ones."""
+    """Return an output's error, relative to its largest magnitude. For integers, return the share of unequal elements."""
     if got.dtype.kind in "iub":
         return float(np.mean(got != expected)) if got.size else 0.0
     return difference(got, expected)[1]

@@ -1,9 +1,10 @@
-"""Rewrite of a module so that it takes narrow weights and widens them where it uses them.
+"""Rewrite a module so that it takes narrow weights, and widens them where it uses them.
 
 The compiler fuses a widening into the operation that reads its result. So this rewrite moves the widening after transpositions,
 table lookups and loops, which then handle the narrow tensor. A product also takes the weight without its scale. Instead, the
-product's result is multiplied by the scale, which is mathematically the same, and the result is smaller than the weight. Without
-the scale, f16 could overflow. So a product in f16 returns f32 until it is scaled, and a convolution in f16 takes the scaled weight.
+product's result is multiplied by the scale. This is mathematically the same, and the result is smaller than the weight. Before a
+result is scaled, it could overflow in f16. So a matrix product in f16 returns f32, which is scaled and then converted to f16. A
+convolution in f16 takes the scaled weight instead.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def main_of(module: Any) -> Any:
 
 
 def shared_axes(blob: bytes, first: int, count: int) -> dict[int, frozenset[int]]:
-    """Return the axes along which a weight's elements can share a scale at its first use, by the weight's index.
+    """Return, by the index of each weight, the axes along which its elements can share a scale.
 
-    A product sums over such axes, and a lookup returns them completely. Weights with other first uses are left out.
+    The first product or lookup that reads the weight decides. A product sums over such axes, and a lookup returns them
+    completely. Weights that are read by neither of them are left out.
 
     first: the index of the first weight among the arguments. count: the number of weights.
     """
@@ -136,7 +138,7 @@ def element(token: str) -> Any:
 
 
 def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -> None:
-    """Replace `value` by `narrow` and `scale` in all its users except `but`. `kind` is the wide type of the value."""
+    """Replace a wide value by `narrow` and `scale` in all operations that use it except `but`. `kind` is its wide type."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -193,7 +195,10 @@ def _is_rounding(operation: Any) -> bool:
 
 
 def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
-    """Map the axes of a product's operand to the axes of its result, as far as the result has them. None if it is not a product."""
+    """Map the axes of a product's operand to the axes of its result. Return None if the operation is not a product.
+
+    The axes over which the product sums are left out.
+    """
     from jaxlib.mlir.dialects import stablehlo
 
     if operation.name == "stablehlo.dot_general":
@@ -218,16 +223,16 @@ def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
 
 
 def _fits(product: Any, scale: Any, axes: Mapping[int, int]) -> bool:
-    """Return whether a product's result can be multiplied by the scale instead of its operand.
+    """Return whether a product's result can be multiplied by the scale of an operand, in place of the operand itself.
 
-    The scale must vary only along these axes, and the result must not overflow without it.
+    The scale must vary only along `axes`, and the result must not overflow before it is multiplied.
     """
     from jaxlib.mlir import ir
 
     if scale is None:
         return True
     shared = all(size == 1 or axis in axes for axis, size in enumerate(scale.type.shape))
-    # Libraries of convolutions have no convolution of f16 that returns f32.
+    # A result in f16 may overflow. A matrix product can return f32 instead, but libraries have no such convolution of f16.
     overflows = product.results[0].type.element_type == ir.F16Type.get()
     return shared and (not overflows or product.name == "stablehlo.dot_general")
 
@@ -256,7 +261,10 @@ def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
 
 
 def _multiplied(value: Any, scale: Any, axes: Sequence[int]) -> Any:
-    """Return `value` times `scale`, whose axes are these axes of `value`. If `scale` is None, return `value`."""
+    """Return `value` times `scale`. `axes` are the axes of `value` to which the axes of `scale` belong.
+
+    If `scale` is None, return `value`.
+    """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -319,7 +327,7 @@ def _narrow_lookup(operation: Any, narrow: Any, scale: Any) -> None:
 
 
 def _invariant(loop: Any, place: int) -> bool:
-    """Return whether a loop passes its operand on unchanged."""
+    """Return whether each round of a loop passes the operand at `place` on unchanged."""
     body = loop.regions[1].blocks[0]
     *_, last = body.operations
     return bool(last.operation.operands[place] == body.arguments[place])

@@ -1,4 +1,4 @@
-"""Narrow weights: the choice of tensors, and the conversion of values. Needs only numpy."""
+"""Choose the tensors to narrow, and convert their values. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TASK_BOUNDS: Mapping[str, float] = {"cosine": 0.01, "top1": 0.05}
 KEEP = "keep"
 #: Key in the provenance of a narrow bundle.
 PROVENANCE = "narrowed"
-#: Types that are narrowed. f64 was chosen for its precision.
+#: Types that are narrowed. f64 is not, because an author chooses it for its precision.
 _WIDE = frozenset({"f32", "bf16", "f16"})
 #: Tensors with fewer elements keep their type.
 MIN_ELEMENTS = 4096
@@ -38,7 +38,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 class WeightTypes:
     """Types of weights that the user requests, such as `i8,*.norm*=keep`."""
 
-    #: Type of the tensors that no pattern names.
+    #: Type of the tensors whose names fit no pattern.
     default: str
     #: Pairs (pattern, type). The first pattern that fits a name is used.
     patterns: tuple[tuple[str, str], ...] = ()
@@ -58,7 +58,7 @@ class WeightTypes:
         return cls(_type(default), tuple(patterns), text)
 
     def of(self, name: str) -> tuple[str, bool]:
-        """Return the type for a tensor, and whether a pattern names it."""
+        """Return the type for a tensor, and whether a pattern fits the tensor's name."""
         for pattern, kind in self.patterns:
             if fnmatch.fnmatchcase(name, pattern):
                 return kind, True
@@ -96,7 +96,7 @@ def bytes_before(manifest: Manifest) -> int | None:
 def kept_because(weight: WeightSpec, kind: str, named: bool, shared: frozenset[int]) -> str | None:
     """Return why a tensor keeps its type, or None if it is narrowed to `kind`.
 
-    named: True if a pattern names the tensor, so that its size does not matter. shared: the axes that share a scale.
+    named: True if a pattern fits the tensor's name. It is then narrowed even if it is small. shared: the axes that share a scale.
     """
     if kind == KEEP:
         return "kept as asked"
@@ -132,7 +132,7 @@ def narrow(array: Array, kind: str, shared: frozenset[int]) -> Narrow | str:
             return f"with values beyond the range of {kind}"
         return Narrow(values, None)
     largest = np.abs(wide).max(axis=tuple(shared), keepdims=True, initial=0.0)
-    # A channel of zeros stays zero, and so does one whose scale would be flushed to zero.
+    # Use the scale 1 for a channel of zeros, and for a channel whose scale would be flushed to zero.
     scale = np.where(largest < limit * _TINY, np.float32(1), largest / np.float32(limit)).astype(np.float32)
     wide /= scale
     if kind == "i8":

@@ -1,4 +1,4 @@
-"""Runner of a bundle's modules, and comparison of their results with each other and with the original model.
+"""Run a bundle's modules, and compare their results with each other and with the original model.
 
 Only the functions that run modules need jax. All modules run on jax's default device, even if they were lowered for another one.
 """
@@ -50,9 +50,10 @@ TOLERANCE: Mapping[str, float] = {
     "f8_e5m2": 0.3,
 }
 
-#: An output below this magnitude says little about larger values of it, such as the probabilities of a detector without an object.
+#: If the largest magnitude of an output is below this, an error text suggests other inputs for the comparison. For example, the
+#: probabilities of a detector are so small for images without an object.
 _TINY = 1e-3
-#: Number of rows over which an output is unlikely to be near zero everywhere.
+#: The largest magnitude of an output is measured over this many rows, because a few rows may be near zero by chance.
 _ROWS = 8
 
 
@@ -84,7 +85,7 @@ class ModuleRunner:
         return outputs
 
     def pools(self, value: int, nan: Sequence[int] = ()) -> list[Any]:
-        """Return pools that hold this value everywhere. Only floats in the slots `nan` are NaN."""
+        """Return pools filled with `value`. In the slots `nan`, floats are NaN instead."""
         import jax
         import jax.numpy as jnp
 
@@ -199,7 +200,7 @@ def compare(
 def magnitudes(
     run: ModuleRunner, examples: Mapping[str, Array], direct: Callable[..., Sequence[Any]] | None = None
 ) -> dict[str, float]:
-    """Return the largest magnitude of each output of floats over several random rows, and over the examples.
+    """Return, for each output of floats, its largest magnitude over several random rows and over the examples.
 
     `direct` is the original model. Without it, the module itself computes the outputs.
 
@@ -234,17 +235,18 @@ class Judge:
         source: str = "the original model",
         magnitudes: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`source` is the name of the original model in the lines. `magnitudes` is the function `magnitudes` with its arguments."""
+        """`source` is the name of the original model in the lines. `magnitudes` returns the largest magnitudes of the outputs."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
         self.called = source
-        # The magnitudes take several runs, so they are computed for the first error that exceeds its tolerance.
+        # Magnitudes take several runs of the model. So they are computed only once, when the first error exceeds its tolerance.
         self._magnitudes = cache(magnitudes)
         self._absolute = self._relative = 0.0
         #: Errors by kind of comparison.
         self.errors: dict[str, Errors] = {}
-        #: First module whose output has no finite value, by variant and output. None once a module has a finite value.
+        #: For each variant and output: the first module whose output had no finite value, or None once any module had a finite
+        #: value.
         self._hollow: dict[tuple[int, str], Key | None] = {}
 
     def source(self, key: Key, actual: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -259,7 +261,7 @@ class Judge:
         self._compare("buckets", key, actual, expected, f"differs from that of batch size {smallest} by")
 
     def neighbours(self, key: Key, actual: Rows, expected: Rows) -> None:
-        """Compare rows among zeros with the same rows among other rows."""
+        """Compare the first row of a batch whose other rows are zeros with the same row among other rows."""
         because = (
             "the rows of a batch are different requests, so compute each row from that row alone, or keep only other"
             " outputs with outputs= or --outputs"
@@ -282,7 +284,7 @@ class Judge:
         )
 
     def padding(self, key: Key, actual: Rows, expected: Rows, length: str, *, noise: bool) -> None:
-        """Compare a padded row with the same row alone. With `noise`, the padding is random, and the mask must hide it."""
+        """Compare a padded row with the row without padding. With `noise`, the padding is random, and the mask must hide it."""
         because = (
             "the mask must hide it"
             if noise
@@ -299,7 +301,7 @@ class Judge:
         )
 
     def raise_if_any(self) -> None:
-        """Raise BundleError with the errors, and with the outputs of which no finite value was compared."""
+        """Raise BundleError with the errors, and with the outputs for which no finite value was compared."""
         for (_, name), key in self._hollow.items():
             if key is not None:
                 self.problems.add(
@@ -453,7 +455,7 @@ def _filled(rows: Array, size: int) -> Array:
 
 
 def rows_of_output(spec: TensorSpec, value: Array, count: int) -> Array:
-    """Return the first rows of an output of a module."""
+    """Return the first `count` rows of an output of a module. Without a batch axis, the output is repeated for each row."""
     if spec.batch_axis is None:
         return np.broadcast_to(value, (count, *value.shape))
     return np.moveaxis(value, spec.batch_axis, 0)[:count]
@@ -519,7 +521,7 @@ def difference(got: Array, expected: Array, magnitude: float = 0.0) -> tuple[flo
         return 0.0, 0.0
     absolute = float(np.abs(a[finite] - b[finite]).max())
     if got.dtype.kind in "iub" and not np.array_equal(got, expected):
-        # Large neighbouring 64-bit integers are equal as floats, so set the difference to at least 1.
+        # As floats, large 64-bit integers may be equal although they differ. So the difference is at least 1.
         absolute = max(1.0, absolute)
     scale = max(float(np.abs(b[finite]).max()), magnitude)
     return absolute, absolute / scale if scale else absolute

@@ -10,26 +10,26 @@ from typing import Any
 
 from rsrv_bundle.errors import Problems
 
-# Targets of custom calls that are allowed. Any other target may read memory that this module cannot check, above all a callback into
-# the exporting process.
+# Allowed targets of custom calls. Other targets may read memory that this module cannot check. The most dangerous ones are
+# callbacks into the exporting process.
 _CUSTOM_CALLS = re.compile(
     r"(lapack|cusolver|cublas|cuhybrid|hipsolver|hipblas|hiphybrid)_\w+|(cu|hip)_(threefry2x32|lu_pivots_to_permutation)\w*"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer"
     r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-# Limits on a module after inlining. A few kilobytes can describe a huge module, because nested calls of functions are inlined, and a
-# large tensor takes no more text than a small one.
+# Limits on a module. A few kilobytes can describe a huge module, because the compiler inlines nested calls of functions, and
+# because a large tensor takes no more text than a small one.
 _MAX_OPERATIONS = 1_000_000
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 2**40
-# Attribute that names a function, for each operation.
+# Operations that call a function, with the attribute that names the function.
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 def check_operations(module: Any, file: str, problems: Problems) -> None:
     """Report operations that are not allowed, and modules with more operations than a compiler can handle."""
-    #: For each function, its number of operations, and its numbers of calls by callee.
+    #: By name of a function: its number of operations, and how often it calls each other function.
     functions: dict[str, tuple[int, Counter[str]]] = {}
     for function in module.body.operations:
         calls: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def check_operations(module: Any, file: str, problems: Problems) -> None:
 
 
 def _check_function(function: Any, file: str, calls: Counter[str], problems: Problems) -> int:
-    """Return the number of operations of a function. Count its calls in `calls`."""
+    """Check a function, and return its number of operations. Add its calls of other functions to `calls`."""
     from jaxlib.mlir import ir
 
     count = 0
@@ -88,7 +88,7 @@ def _depth(operation: Any) -> int:
 
 
 def _inlined(name: str, functions: Mapping[str, tuple[int, Mapping[str, int]]], known: dict[str, int]) -> int:
-    """Return the number of operations of a function after inlining, as in the compiler."""
+    """Return the number of operations that a function has after the compiler has inlined all calls."""
     if name not in known:
         known[name] = _MAX_OPERATIONS + 1  # A recursive function counts as endless.
         count, calls = functions.get(name, (0, {}))

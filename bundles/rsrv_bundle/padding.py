@@ -1,4 +1,4 @@
-"""The axis along which a server pads requests: the section `pad` of a manifest, the option `--pad`, and padded arrays."""
+"""Padding of requests along one axis: the section `pad` of a manifest, the option `--pad`, and padded arrays."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _problem(value: Any, dtype: str) -> str | None:
 
 
 def _fits(value: float, dtype: str) -> bool:
-    """Return True if a finite value is also finite as a float of this type. Values may be integers of any size, as in YAML."""
+    """Return False if the value is finite but too large for this float type. Integers may have any size, as in YAML."""
     try:
         real = float(value)
     except OverflowError:
@@ -97,7 +97,9 @@ def _fits(value: float, dtype: str) -> bool:
 
 
 def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
-    """Parse `--pad`, such as `t=0,mask=attention_mask`. `input_ids=1` gives an input another value. "" means no padding.
+    """Parse `--pad`, such as `t=0,mask=attention_mask`. A part such as `input_ids=1` sets the padding value of one input.
+
+    Return None for an empty text.
 
     Raises BundleError.
     """
@@ -132,7 +134,7 @@ def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
 
 
 def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Array]]:
-    """Return the variant for executable inputs, or None if no variant fits, and the inputs padded to it as on a server."""
+    """Pad executable inputs as a server does. Return their variant, or None if no variant fits, and the padded inputs."""
     manifest, padded = bundle.manifest, list(arrays)
     own = length_of(manifest, arrays)
     if manifest.pad is not None and own is not None:
@@ -156,7 +158,10 @@ def length_of(manifest: Manifest, arrays: Sequence[Array]) -> int | None:
 
 
 def cut(manifest: Manifest, spec: TensorSpec, rows: Array, length: int) -> Array:
-    """View the first elements of each row along the padded axis. rows: an executable tensor with the batch axis in front."""
+    """Return a view of the first `length` elements of each row along the padded axis.
+
+    rows: an executable tensor with the batch axis in front.
+    """
     axis = manifest.padded_axis(spec)
     if axis is None:
         return rows

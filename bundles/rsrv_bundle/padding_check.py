@@ -1,4 +1,4 @@
-"""Proof that padding changes no answer: pad rows of many lengths to every variant, and execute them together. Needs jax."""
+"""Check that padding changes no answer. It pads rows of many lengths to every variant, and executes them together. Needs jax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def check_padding(
 
     direct: the original model. Without it, the reference is the smallest variant that holds a row.
 
-    Raises PaddingError if the original model fails at a length, or if outputs differ. The error names the first module's outputs.
+    Raises PaddingError if the original model fails at a length, or if outputs differ. The error names the differing outputs of
+    the first module that has any.
     """
     pad = run.bundle.manifest.pad
     if pad is None:
@@ -45,7 +46,7 @@ def check_padding(
 
 
 class _Check:
-    """Comparison of one row for each length."""
+    """Comparison that uses one row of each length."""
 
     def __init__(self, run: ModuleRunner, judge: Judge, examples: Mapping[str, Array], pad: PadSpec) -> None:
         self.run = run
@@ -58,7 +59,7 @@ class _Check:
         between = [(shorter + longer + 1) // 2 for shorter, longer in pairwise([0, *self.compiled])]
         self.lengths = sorted({1, *self.compiled, *between})
         rows = self._random(len(self.compiled) - 1, len(self.lengths), first=0)
-        #: Inputs of the row of each length.
+        #: Inputs of the row, by length.
         self.own = {
             length: [
                 cut(self.manifest, spec, array[at : at + 1], length)

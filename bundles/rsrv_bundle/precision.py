@@ -1,4 +1,4 @@
-"""Changes of modules that make them multiply f32 in the requested precision, with a check of the result."""
+"""Change the precision in which a module multiplies f32, and check the changed module."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Treatment = Literal["keep", "strip", "pin"]
 
 
 def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
-    """Return the module to compile, and its products.
+    """Apply the treatment to a module. Return the module to compile, and the precision of its products.
 
-    `blob` is the module, `file` is the name of its file, and `seen` has the products that `signature_of` found in it. If there is
-    nothing to change, return the same bytes without parsing them. Raises BundleError if `pin` leaves a product that is not in f32.
+    `blob` is the module, `file` is the name of its file, and `seen` is the precision that `signature_of` found in it. If there is
+    nothing to change, return the same bytes without parsing them. Raises BundleError if a product is not in f32 after `pin`.
     """
     if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
         return blob, seen
@@ -34,7 +34,7 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
                     changed.update(done)
             # Write the library's current version, because the compiler reads the module with the same library.
             blob = serialised(module, stablehlo.get_current_version())
-        # Read the result back, because only this text is what the compiler gets.
+        # Check the serialised module, because the compiler gets this form.
         with parsed(blob) as module:
             precision = precision_of(module)
             left = _not_in_f32(module) if treatment == "pin" else ""
@@ -70,7 +70,7 @@ def product(n: int) -> tuple[bytes, Signature]:
 
 
 def _not_in_f32(module: Any) -> str:
-    """Return the names and numbers of f32 products that may have a lower precision, or an empty text if there are none."""
+    """Name and count the operations that may multiply f32 in a lower precision. Return an empty text if there are none."""
     left = Counter(
         operation.name for operation, _ in products(module) if kind_of(operation) in ("hardware", "tf32")
     )
@@ -78,7 +78,7 @@ def _not_in_f32(module: Any) -> str:
 
 
 def _change(operation: Any, treatment: Treatment) -> list[str]:
-    """Apply the treatment to an operation. Return the changes, with the names of fields of `Precision`."""
+    """Apply the treatment to an operation. Return the changes, each as the name of a field of `Precision`."""
     kind = kind_of(operation)
     if kind == "tf32":
         if treatment == "strip":

@@ -23,10 +23,10 @@ _PRODUCTS = frozenset(
         "chlo.ragged_dot",
     }
 )
-#: Composite that jax exports for a chlo.ragged_dot. The compiler turns it back into the ragged dot.
+#: Operation that jax exports in place of a chlo.ragged_dot. The compiler converts it back to the ragged dot.
 COMPOSITE = "stablehlo.composite"
 RAGGED = "chlo.ragged_dot"
-#: Operations that multiply in a library. Nothing in a module sets their precision.
+#: Operations whose products a library computes. A module cannot set their precision.
 _UNGOVERNABLE = frozenset({"stablehlo.custom_call", "stablehlo.cholesky", "stablehlo.triangular_solve"})
 #: Custom calls that place tensors or work element by element, and multiply nothing.
 _HARMLESS = re.compile(
@@ -50,9 +50,9 @@ class Precision:
     tf32: int = 0
     #: Products in the hardware's default precision.
     hardware: int = 0
-    #: Products with another algorithm, which the exporter chose.
+    #: Products for which the exporter chose another algorithm than f32 or TF32.
     algorithm: int = 0
-    #: Products that got the highest precision here.
+    #: Products that rsrv changed to the highest precision.
     pinned: int = 0
     #: Products whose TF32 algorithm was replaced by an f32 algorithm.
     rewritten: int = 0
@@ -79,16 +79,16 @@ def precision_of(module: Any) -> Precision:
             target = operation.attributes["call_target_name"].value if "custom" in name else ""
             if any(map(_is_f32, operation.operands)) and not _HARMLESS.fullmatch(target):
                 ungovernable[f"{name.partition('.')[2]} {target}".strip()] += 1
-        # Count an operation that repeats another one only if it has an algorithm, because that may need a change.
+        # Skip an operation that repeats another one, unless it has an algorithm, because an algorithm may need a change.
         elif (kind := kind_of(operation)) is not None and not (repeats and kind in ("f32", "hardware")):
             kinds[kind] += 1
     return Precision(**kinds, ungovernable=dict(sorted(ungovernable.items())))
 
 
 def products(module: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield every operation in all functions and regions that may multiply f32, and True if it repeats another operation.
+    """Yield every operation that may multiply f32, in all functions and regions, and whether it repeats another operation.
 
-    The decomposition of a ragged product, which is also in the module, repeats the product.
+    A module contains the decomposition of each ragged product as a function. The operations of this function repeat the product.
     """
     from jaxlib.mlir import ir
 
@@ -108,7 +108,7 @@ def products(module: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def kind_of(operation: Any) -> Kind | None:
-    """Return the precision in which the operation multiplies f32, or None if it multiplies neither f32 nor in TF32."""
+    """Return the precision in which an operation multiplies f32. Return None if it does not multiply f32 or use TF32."""
     if operation.name in _UNGOVERNABLE:
         return None
     if operation.name == COMPOSITE and operation.attributes["name"].value != RAGGED:
@@ -129,7 +129,7 @@ def _is_f32(value: Any) -> bool:
 
 
 def _algorithm(operation: Any) -> list[str]:
-    """Return the types of the operands and of their sum, if the operation names an algorithm."""
+    """Return the types of the operands and of the sum in the operation's algorithm. Empty if it names no algorithm."""
     from jaxlib.mlir.dialects import stablehlo
 
     if operation.name != "stablehlo.dot_general" or "algorithm" not in operation.attributes:

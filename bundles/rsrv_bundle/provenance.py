@@ -36,7 +36,7 @@ def collect(
 
 
 def working_tree_patch(code: Any) -> bytes | None:
-    """Return the uncommitted changes of tracked files around `code`, relative to the commit of `collect`.
+    """Return the uncommitted changes of tracked files in the git repository of `code`, relative to the commit of `collect`.
 
     Return b"" without changes, and None if the changes are unknown or larger than MAX_PATCH_BYTES. Never raises.
     """

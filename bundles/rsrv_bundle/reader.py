@@ -72,7 +72,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     `Bundle.digest` is empty. With `verify=False`, the checksums in the manifest are trusted without reading the files;
     `WeightsFile.read_all` and `check_signatures` compare them later. Raises BundleError with all problems.
     """
-    # Do not resolve links, because the name is the given one even if it is a link to a versioned directory.
+    # Do not resolve links. If the path is a link to a versioned directory, the model has the name of the link.
     directory = Path(os.path.abspath(path))
     name = directory.name
     problems = Problems()
@@ -92,7 +92,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
         problems.add(manifest_file.FILE, "", "is missing; every bundle needs one")
         raise BundleError(problems.lines)
     for inner in _inner_bundles(files):
-        # `mv new old` moves `new` into `old` if `old` exists. Without this check, the old model would be served as the new one.
+        # `mv new old` moves `new` into `old` if `old` exists. Without this check, the server would still serve the old model.
         problems.add(
             inner,
             "",
@@ -220,7 +220,7 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
         folder = folders.pop()
         try:
             with os.scandir(directory / folder) as listing:
-                # Read one entry more than allowed. This shows that there are too many, without reading all of them.
+                # Read at most one entry more than allowed, which is enough to detect that there are too many.
                 entries = [*islice(listing, _MAX_ENTRIES - count + 1)]
         except OSError as e:
             problems.add(folder or ".", "", f"cannot be listed: {e.strerror}")
@@ -304,8 +304,8 @@ def _find_modules(
     """Return the file of each module by (variant, batch size).
 
     The prefix of a file is `model`, or `model.v{i}` with variants. If files `<prefix>.b{N}.mlir` exist, they are the modules of this
-    prefix, and `<prefix>.mlir` is ignored. Every declared size must be among them. Files of other sizes are also modules of the
-    bundle. If there are no such files, `<prefix>.mlir` must exist, and has the size 0.
+    prefix, and `<prefix>.mlir` is ignored. There must be a file for every declared size. Files of other sizes are also modules of
+    the bundle. If there are no files `<prefix>.b{N}.mlir`, `<prefix>.mlir` must exist, and its batch size in the result is 0.
     """
     by_prefix: dict[str, dict[int, Path]] = {}
     for name, path in files.items():
@@ -344,7 +344,7 @@ def _find_modules(
 
 
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
-    """Report missing and superfluous checksums. Only the weights and the modules have one, and each of them must."""
+    """Report missing and superfluous checksums. The weights and every module must have a checksum, and no other file may."""
     for name in sorted(names - manifest.sha256.keys()):
         rule = (
             "is missing; format 3 has the SHA-256 of the weights and of every module: export the bundle again"
@@ -361,7 +361,7 @@ def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> No
 def _digest(files: Mapping[str, Path], known: Mapping[str, str]) -> str:
     """Return one hash over the names and contents of all files.
 
-    Each content is hashed separately, so that one file cannot have the hash of two files. `known` has the SHA-256 of files that need
+    Each content is hashed separately, so that the boundaries between files also count. `known` has the SHA-256 of files that need
     not be read. Raises BundleError if a file is gone.
     """
     total = hashlib.sha256()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 #: Most draws need only this many of the likeliest tokens.
 _CANDIDATES = 256
-#: Number of tokens of a block in a draw from the whole vocabulary.
+#: Number of tokens in each block of the vocabulary, for a draw from the whole vocabulary.
 _BLOCK = 128
 
 
@@ -38,7 +38,7 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
     """Draw a token for each row. Consider only the likeliest tokens if top-k and top-p exclude all others."""
     temperature, top_k, top_p, seed = sampling.T
     vocabulary = logits.shape[-1]
-    # Shift the largest score to 0, so that no temperature makes it infinite.
+    # Shift the largest score of each row to 0, so that it stays finite at any temperature.
     scaled = (logits - best[:, None]) / jnp.maximum(temperature, 1e-6)[:, None]
     limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at))(
@@ -52,7 +52,7 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
     up_to = jnp.cumsum(masses, axis=-1)
     scores = jnp.where((masses > 0) & (up_to - masses < goal[:, None]), scores, -jnp.inf)
     likely = jnp.take_along_axis(tokens, _choice(keys, scores)[:, None], axis=1)[:, 0]
-    # Decide this for each row separately, because other rows must not change its token.
+    # Decide for each row separately whether the likeliest tokens are enough, because other rows must not change its token.
     enough = (temperature <= 0) | (limit <= count) | (top_p < 1) & (up_to[:, -1] >= goal)
 
     def whole() -> jax.Array:
@@ -76,7 +76,7 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
 
 def _choice(keys: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw an index for each row. The scores are the logarithms of the probabilities, up to a constant."""
-    # Convert the indices, which have 64 bits with jax_enable_x64, to the 32 bits of the indices of top_k.
+    # Convert the indices to 32 bits, like the indices of top_k. With jax_enable_x64, they have 64 bits.
     return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
 
 
@@ -101,12 +101,14 @@ def _sum(values: jax.Array) -> jax.Array:
 
 
 def _most(scores: jax.Array, masses: jax.Array, least: jax.Array) -> jax.Array:
-    """Keep the fewest largest scores of each row whose masses reach `least`. The other scores become -infinity.
+    """Keep the largest scores of each row, as few as possible, so that the sum of their masses is at least `least`.
+
+    The other scores become -infinity.
 
     The threshold is found bit by bit, in 32 passes, because sorting a vocabulary takes ten times as long on a CPU.
     """
     bits: Any = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    # Map the floats to unsigned integers in the same order.
+    # Map the floats to unsigned integers, so that the order stays the same.
     keys = jnp.where(bits >> 31 == 0, bits | jnp.uint32(1 << 31), ~bits)
 
     def narrow(step: Any, threshold: jax.Array) -> jax.Array:

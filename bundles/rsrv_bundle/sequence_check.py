@@ -1,4 +1,4 @@
-"""Checks of modules with state: sequences in random slots among other slots, sequences in chunks, and answers. Needs jax."""
+"""Checks of modules with state: sequences in random slots, sequences in chunks, and generated answers. Needs jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rsrv_bundle.spec import Bundle
 Reference = Callable[..., tuple[Mapping[str, Any], Any]]
 #: Letter of the time axis.
 TIME = "t"
-#: Content of slots that a module must not read. Floats may also be NaN, because a NaN passes through a mask that multiplies.
+#: Value in slots that a module must not read. Some slots contain NaN instead, which a mask by multiplication does not remove.
 _STALE = 3
 _STEPS = 3
 #: Number of sequences of a generation.
@@ -51,7 +51,7 @@ class Sequences:
         return [output[:count] for output in outputs]
 
     def strayed(self) -> list[str]:
-        """Return the names of the state tensors in which a step changed the slot of another sequence."""
+        """Return the names of the state tensors in which a step changed a slot that belongs to none of these sequences."""
         import jax
         import jax.numpy as jnp
 
@@ -73,7 +73,7 @@ def compare_sequences(
     examples: Mapping[str, Array],
     done: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compare first steps as `numerics.compare` does, and then sequences of several steps.
+    """Compare every module with the reference: first single steps, as `numerics.compare` does, then sequences of several steps.
 
     Returns the manifest's `numerics`. Raises BundleError for a difference, and for a module that writes the state of
     other sequences.
@@ -104,7 +104,7 @@ def compare_sequences(
 
 
 def _inputs(bundle: Bundle, key: Key, count: int, step: int, examples: Mapping[str, Array]) -> list[Array]:
-    """Return inputs of `count` rows, which are different in each step."""
+    """Return inputs of `count` rows for a step. Each step gets different inputs."""
     many = random_inputs(bundle, key[0], key[1] + 10 * (step + 1), examples)
     return [array[-count:] for array in many]
 
@@ -118,7 +118,7 @@ def _report(sequences: Sequences, key: Key, problems: Problems) -> None:
 
 
 def _sizes_of_time(run: ModuleRunner) -> list[int]:
-    """Return the batch size at which chunks are compared. The list is empty unless the time is the only variable axis."""
+    """Return a list of the one batch size at which chunks are compared. It is empty unless time is the only variable axis."""
     manifest = run.bundle.manifest
     letters = {manifest.inputs[index].letters[axis] for index, axis in manifest.variable_axes}
     return run.sizes(0)[-1:] if letters == {TIME} else []
@@ -131,7 +131,7 @@ def _compare_whole(
     judge: Judge,
     examples: Mapping[str, Array],
 ) -> None:
-    """Compare a sequence in chunks, the longest first, with the whole sequence."""
+    """Compare sequences that a module gets in chunks, the longest chunk first, with `whole` for the whole sequences."""
     manifest = run.bundle.manifest
     chunks = sorted(
         range(run.bundle.variants), key=lambda variant: manifest.input_shapes[variant], reverse=True
@@ -165,12 +165,13 @@ def compare_answers(
     tolerance: Mapping[str, float],
     done: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compare the greedy tokens of a generation, whose prompts are read in chunks, with the logits of whole prompts.
+    """Generate greedy tokens after prompts in chunks, and compare the tokens with the logits for the whole prompts.
 
     logits: a function from tokens and lengths to the logits after the last token. A token may differ from the likeliest one if the
     gap between their logits is within the tolerance for f32, relative to the largest magnitude.
 
-    Return the manifest's `numerics`, which are the largest gaps. Raises BundleError.
+    Return the manifest's `numerics`, which contain the largest gaps. Raises BundleError if a gap is too large, or if a step
+    changes the state of other sequences.
     """
     manifest = run.bundle.manifest
     generate = manifest.generate
@@ -225,7 +226,7 @@ def compare_answers(
 def _chunks(run: ModuleRunner, key: Key) -> list[int]:
     """Return the variant of each chunk of a prompt: twice the key's variant, and then a single step if it is compiled.
 
-    If the chunks together exceed the context, the first ones are left out.
+    The first chunks are left out while all chunks together exceed the context.
     """
     manifest = run.bundle.manifest
     assert manifest.generate is not None

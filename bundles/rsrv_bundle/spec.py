@@ -72,9 +72,10 @@ class StateTensor:
 class StateSpec:
     """State that a model keeps on the device for each sequence.
 
-    A module then takes the slot of each row, i32 [n], after its inputs, and one pool for each tensor after the weights. It returns the
-    pools after its outputs. A row with the slot `k` continues the sequence in slot k. A row with `~k` begins a new sequence in slot k.
-    A row with `slots` is padding: the module reads zeros for it, and writes nothing.
+    Every module of the model takes the slot of each row, i32 [n], after its inputs, and one pool for each state tensor after the
+    weights. The module returns the pools after its outputs. A row with the slot `k` continues the sequence in slot k. A row with
+    the slot `~k` begins a new sequence in slot k. A row whose slot is the number of slots is padding: the module reads zeros for
+    it, and writes nothing.
     """
 
     #: Maximum number of sequences on the device at the same time.
@@ -112,13 +113,13 @@ class GenerateSpec:
     context: int
     #: Token ids that end an answer.
     stop: tuple[int, ...]
-    #: Maximum number of an answer's tokens if the client gives none.
+    #: Maximum number of tokens of an answer if the client sets no limit.
     max_tokens: int
     #: Relative path of a file of the bundle, or None if clients send and get tokens instead of text.
     tokenizer: str | None
-    #: Text around the client's text, whose place is {text}.
+    #: Template of the prompt, in which the client's text replaces {text}.
     template: str
-    #: The chat template in Jinja as `template`, and the texts that it uses, such as `bos_token`. Empty without a template.
+    #: Chat template in Jinja, under the key `template`, and the texts that it uses, such as `bos_token`. Empty if there is none.
     chat: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -151,7 +152,7 @@ _USAGE = tuple(
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """Task of a model, and the tensors with which clients ask for it."""
+    """Task of a model, and the tensors that clients send and get for this task."""
 
     #: A pipeline tag of the Hugging Face hub, one of `rsrv_bundle.task_section.KINDS`.
     kind: str
@@ -159,7 +160,7 @@ class TaskSpec:
     inputs: Mapping[str, str]
     #: Role -> name of a tensor that clients get.
     outputs: Mapping[str, str]
-    #: Names of the columns of `scores`, or of other classes.
+    #: Names of the classes. In a classification task, one name for each column of `scores`.
     labels: tuple[str, ...] = ()
     #: Lengths to which an embedding may be cut, ascending.
     dimensions: tuple[int, ...] = ()
@@ -199,18 +200,18 @@ class Manifest:
     meta_calls: tuple[str, ...]
     #: Facts about the export, in free form.
     provenance: Mapping[str, Any]
-    #: Measured errors of the written bundle, such as max_abs_error, or such numbers by module. Empty in format 2.0.
+    #: Errors that the exporter measured, such as max_abs_error, or mappings from a module to its error. Empty in format 2.0.
     numerics: Mapping[str, float | Mapping[str, float]]
     #: SHA-256, hexadecimal, of the weights and of every module, by file name. Empty in format 2.0.
     sha256: Mapping[str, str] = field(default_factory=dict)
-    #: Names of Triton's models without a bundle that a meta model may call, in the manifest's order.
+    #: Names of the models of other Triton backends that a meta model may call, in the manifest's order. They have no bundle.
     meta_external: tuple[str, ...] = ()
     #: True if a meta model's `run` may begin again after a runtime dies.
     meta_restartable: bool = False
     #: True if only meta models may call the model.
     internal: bool = False
     state: StateSpec | None = None
-    #: None without `state`.
+    #: How the model generates tokens, or None. Only a model with `state` can generate tokens.
     generate: GenerateSpec | None = None
     task: TaskSpec | None = None
     pad: PadSpec | None = None
@@ -218,9 +219,9 @@ class Manifest:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of tokens in a chunk, for each variant of a model that generates.
+        """Number of tokens in a chunk, for each variant of a model that generates tokens.
 
-        A chunk is the only variable axis of such a model.
+        The length of the chunk is the only variable axis of such a model.
         """
         return tuple(sizes[0] for sizes in self.input_shapes if sizes)
 
@@ -245,7 +246,10 @@ class Manifest:
 
     @property
     def coalesces(self) -> bool:
-        """True if every tensor of the modules has rows. Requests may then share an execution, or need several executions."""
+        """True if every tensor of the modules has rows.
+
+        The rows of several requests may then share an execution, and a large request may be split into several executions.
+        """
         return bool(self.inputs) and all(
             spec.batch_axis is not None for spec in (*self.inputs, *self.outputs)
         )
@@ -272,7 +276,7 @@ class Bundle:
     manifest: Manifest
     #: Path of `model.py`, or None without hooks.
     hooks: Path | None
-    #: Files by variant and batch size. Size 0 marks a file without a suffix, whose batch size only the module contains.
+    #: Files by variant and batch size. The batch size is 0 if the file's name has none, so that only the module contains it.
     modules: Mapping[tuple[int, int], Path]
     weights_file: Path | None
     #: Weights in argument order.

@@ -1,4 +1,4 @@
-"""Parsers of the sections `state` and `generate` of a manifest, with every rule that their text can break."""
+"""Parsers of the sections `state` and `generate` of a manifest. They check every rule for the text of these sections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
 MAX_SLOTS = 65_536
 _IDLE_TIMEOUT_S = 60.0
 _MAX_IDLE_TIMEOUT_S = 7 * 86_400.0
-# These limits are higher than any model needs. numpy allows at most 64 axes, and the slots need one of them.
+# These limits are higher than any model needs. numpy allows at most 64 axes, and one of them is the axis of the slots.
 _MAX_TENSORS, _MAX_AXES, _MAX_STOPS = 1000, 32, 1000
 _MAX_TEMPLATE = 16_384
 

@@ -178,7 +178,7 @@ class _Pooled:
         self.dtypes = [leaf.dtype for leaf in leaves]
 
     def first(self, params: Any, rows: int) -> Any:
-        """Return the state of sequences that begin."""
+        """Return the initial state of `rows` new sequences."""
         if callable(self.init):
             return jax.tree.map(
                 lambda leaf: jnp.broadcast_to(leaf, (rows, *jnp.shape(leaf))), self.init(params)
@@ -261,6 +261,6 @@ class _Generating:
     def logits(self, params: Any, position: Any, tokens: Any, lengths: Any) -> Any:
         """Return the logits after whole prompts.
 
-        `position` is an argument although it is always 0. As a constant, XLA would fold it for half a minute.
+        `position` is an argument although it is always 0. If it were a constant, XLA would fold constants for half a minute.
         """
         return self.model.rows(params, None, position=position, tokens=tokens, lengths=lengths)[0]

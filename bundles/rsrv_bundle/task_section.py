@@ -32,7 +32,7 @@ _VECTOR: Final[Mapping[str, str]] = {"scores": "f32", "embedding": "f32", "ids":
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """Roles of a kind of task. Each of `inputs` and `outputs` is a set of alternatives, one of which must be there."""
+    """Roles of a kind of task. Each entry of `inputs` and `outputs` lists alternative roles, of which a manifest needs one."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -155,7 +155,7 @@ def _row(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _columns(outputs: Mapping[str, str], manifest: Manifest) -> int | None:
-    """Return the number of columns of the embedding or of the scores, or None if it varies, or if there is no such output."""
+    """Return the number of columns of the embedding or of the scores. Return None if it varies or there is no such output."""
     name = outputs.get("embedding", outputs.get("scores"))
     sizes = [_row(spec) for spec in manifest.wire_outputs if spec.name == name]
     if not sizes:

@@ -54,7 +54,7 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
     if not isinstance(dtype, str) or dtype not in tokens:
         problem = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
         bad(key, f"{problem}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
-        # Go on with any type, because without this tensor, the rules over all tensors would report wrong errors.
+        # Continue with a placeholder type. Without this tensor, the rules over all tensors would report wrong errors.
         dtype = "f32"
     shape = _parse_shape(entry, key, bad)
     sizes = None if shape is None else _parse_dims(entry, shape, key, bad)

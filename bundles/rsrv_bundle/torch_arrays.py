@@ -14,12 +14,12 @@ from rsrv_bundle.interface import nameless
 
 Array = np.ndarray[Any, Any]
 
-#: PyTorch's name for each of numpy's names of element types that differ.
+#: Element types with different names in the two libraries: numpy's name -> PyTorch's name.
 _NAMES = {"bool_": "bool"}
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Return PyTorch's type for an element type of the format."""
+    """Return the PyTorch type for a numpy element type of the bundle format."""
     name = np.dtype(dtype).name
     value = getattr(torch, _NAMES.get(name, name))
     assert isinstance(value, torch.dtype)
@@ -28,13 +28,16 @@ def dtype_of(dtype: Any) -> torch.dtype:
 
 def to_torch(array: Array) -> torch.Tensor:
     """Return a copy of `array` as a tensor."""
-    # Copy the bytes, because neither library knows all element types of the other.
+    # Convert through bytes, because neither library knows all element types of the other.
     flat = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
     return flat.view(dtype_of(array.dtype)).reshape(array.shape)
 
 
 def to_numpy(name: str, value: Any) -> Array:
-    """Return a copy of a tensor as an array. Raises BundleError, which contains `name`, for values of other types."""
+    """Return a copy of a tensor as an array.
+
+    Raises BundleError, which contains `name`, if `value` is not a tensor, or if the format lacks its element type.
+    """
     if not isinstance(value, torch.Tensor):
         raise BundleError(f"{name}: is a {type(value).__name__}; it must be a tensor")
     token = dtypes.meant(str(value.dtype))

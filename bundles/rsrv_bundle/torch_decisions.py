@@ -34,28 +34,28 @@ READS = (aten._local_scalar_dense.default, aten.equal.default)
 _SHAPED_LIKE = {
     aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros,
 }  # fmt: skip
-#: Operations with these tags may show Python a value of a tensor, or a size that depends on values.
+#: Operations with these tags may return a value of a tensor to Python, or a size that depends on values.
 _EXPOSING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: Functions that return the memory of a tensor to Python.
 _EXPOSING = {torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.numpy}
-#: Lines of PyTorch are left out of places.
+#: Folder of PyTorch. A `Place` does not contain lines of its files.
 _TORCH = f"{Path(torch.__file__).parent}/"
 _HERE = Path(__file__).parent
 
-#: Lines of the module that lead to a read, and how many reads have come from these lines.
+#: Lines of the module that lead to a read, and the read's number (from 1) among all reads from these lines.
 Place = tuple[Any, ...]
 
 
 def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Mapping[Place, Any]:
     """Run `call(*inputs)` eagerly, and return the values that it reads from tensors which depend on no input, by place.
 
-    The result also has the values that the statement `assert` reads, whatever they depend on. After another read that depends on
-    inputs, Python may have used its value, so all later reads are left out. The result is empty if the call fails: a trace has
-    zeros as inputs, and a module may refuse them.
+    The result also has the values that the statement `assert` reads, even if they depend on inputs. If Python reads another value
+    that depends on inputs, its later decisions may depend on that value, so this read and all later reads are left out. The
+    result is empty if the call fails. It may fail because a trace has zeros as inputs, which a module may refuse.
     """
     recorder = _Recorder(inputs)
     try:
-        # Some modules leave out checks of inputs when they are traced.
+        # Make the module believe that it is traced, because some modules then skip checks of inputs.
         with _compiling_state_context(), recorder, _Functions(recorder):
             call(*inputs)
     except Exception:  # noqa: BLE001 - the module may raise anything
@@ -64,7 +64,7 @@ def constant_reads(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> 
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Handles the reads of a run by their places."""
+    """Base of the modes that handle the reads of a run. It computes the place of each read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,19 +114,19 @@ def _assertions(file: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 class _Recorder(_Reads):  # type: ignore[no-untyped-call]
-    """Follows which memory depends on inputs or on random numbers, and records reads of other memory."""
+    """Tracks the memory that depends on inputs or on random numbers, and records the values that are read from other memory."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        #: Memory that depends on inputs. Weak references prevent that an identity is used again.
+        #: Memory that depends on inputs or random numbers. A weak reference keeps the identity of freed memory from being reused.
         self._dependent: set[StorageWeakRef] = set()
         self._add(inputs)
-        #: True once Python may know a value that depends on inputs.
+        #: True once Python may know a value that depends on inputs or random numbers.
         self.exposed = False
         self.values: dict[Place, Any] = {}
 
     def depends(self, values: Any) -> bool:
-        """Return whether one of these tensors depends on inputs."""
+        """Return whether one of these tensors depends on inputs or random numbers."""
         return any(storage in self._dependent for storage in _storages(values))
 
     def _add(self, values: Any) -> None:
@@ -149,7 +149,7 @@ class _Recorder(_Reads):  # type: ignore[no-untyped-call]
         return result
 
     def _exposes(self, func: Any, args: Any) -> bool:
-        """Return whether Python may know a value or a size of the result."""
+        """Return whether Python may learn a value, or a size that depends on values, from the result."""
         if func is aten.index.Tensor:
             masks = [
                 index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -167,7 +167,7 @@ def _storages(values: Any) -> list[StorageWeakRef]:
 
 
 class _Functions(TorchFunctionMode):
-    """Shows the recorder what Python reads without an operation."""
+    """Handles functions that return values of a tensor to Python without an operation that the recorder sees."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -184,12 +184,12 @@ class _Functions(TorchFunctionMode):
 
 
 def _listed(tensor: torch.Tensor) -> Any:
-    """Return a tensor as a list, with a read for each element, as a trace does it."""
+    """Return a tensor as a list. Like a trace, read each element separately."""
     return [_listed(part) for part in tensor] if tensor.ndim else tensor.item()
 
 
 class Repeated(_Reads):  # type: ignore[no-untyped-call]
-    """Returns the values of an eager run for reads at the same places."""
+    """Answers reads with the values that an eager run read at the same places."""
 
     def __init__(self, values: Mapping[Place, Any]) -> None:
         super().__init__()

@@ -20,14 +20,14 @@ from rsrv_bundle.torch_nms import lowered_nms
 
 
 def _grouped_mm(rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Multiply each group of rows by its matrix. A group ends before its offset, where the next group begins."""
+    """Multiply each group of rows by its matrix. `offs` has the end of each group, where the next group begins."""
     if offs is None and rows.ndim == weights.ndim == 3:
         return rows @ weights
     if rows.ndim != 2 or weights.ndim != 3 or bias is not None or out_dtype is not None:
         raise NotImplementedError("only rows [n, k] and weights [groups, k, m] without bias and out_dtype")
     sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
     answers = jax.lax.ragged_dot(rows, weights, sizes)
-    # Rows after the last group belong to no group.
+    # Return zeros for the rows after the last group.
     return jnp.where(jnp.arange(len(rows))[:, None] < offs[-1], answers, 0)
 
 
@@ -79,7 +79,7 @@ def _adaptive_max_pool(x: Any, sizes: Sequence[int]) -> tuple[Any, Any]:
         extent = x.shape[first + 2 * at]
         starts = np.arange(size) * extent // size
         ends = -(-(np.arange(size) + 1) * extent // size)
-        # In shorter windows, the last element is repeated.
+        # Repeat the last element of shorter windows, so that all windows have the same length.
         window = np.minimum(starts[:, None] + np.arange((ends - starts).max()), ends[:, None] - 1)
         x = jnp.take(x, window, axis=first + 2 * at)
         places = jnp.take(places, window, axis=2 * at)
@@ -95,7 +95,7 @@ def _adaptive_max_pool(x: Any, sizes: Sequence[int]) -> tuple[Any, Any]:
 def _resize(
     x: Any, sizes: Sequence[int], align_corners: bool, scales: Sequence[float | None], support: int
 ) -> Any:
-    """Resize the last two axes as Pillow does, with a wider kernel for a smaller image."""
+    """Resize the last two axes as Pillow does: the kernel is wider if the image shrinks."""
     for axis, size, scale in zip((-2, -1), sizes, scales, strict=True):
         weights = jnp.asarray(_kernel(x.shape[axis], size, align_corners, scale, support), x.dtype)
         x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ weights.T, -1, axis)

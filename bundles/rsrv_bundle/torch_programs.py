@@ -60,7 +60,7 @@ with _quiet():
 
 #: Folders whose lines are left out of error messages, because they do not help the model's author.
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
-#: Assertions, which have no result. PyTorch wraps the first of these operations in `with_effects`, whose tokens keep the order.
+#: Assertions, which have no result. PyTorch wraps `_linalg_check_errors` in `with_effects`, which keeps the order with tokens.
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 _NUMBER_ASSERTIONS = (
     torch.ops.aten._assert_scalar.default,
@@ -97,7 +97,7 @@ class TracedModule:
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
         values = [_value(each, weights, inputs) for each in self.arguments]
-        # The first results are tokens, which are not results of the module.
+        # Skip the first results. They are the tokens of `with_effects`, not results of the module.
         results = _Interpreter(self.graph, self.lowerings).run(*values, enable_io_processing=False)[
             -len(self.results.values) :
         ]
@@ -178,7 +178,7 @@ class TracedModules:
         served = _Served(self._module, tuple(self._inputs), note)
         exported = _traced(served, zeros)
         for node in exported.graph.nodes:
-            # Replace views, because a decomposition may return other strides than the kernel whose result was viewed.
+            # Replace views by reshapes, because a decomposition may return other strides than the kernel that a view expects.
             if node.target in _VIEWS:
                 node.target = torch.ops.aten.reshape.default
             if node.target is torch.ops.aten.as_strided.default:
@@ -210,7 +210,7 @@ class TracedModules:
             try:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
-                # The module has no such tensor, so `forward` creates it.
+                # `forward` creates this tensor, because the module has none of this name. It becomes a constant.
                 return tensor.numpy() if tensor.is_complex() else to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
         if tensor.is_complex():
@@ -249,7 +249,7 @@ def _traced(served: _Served, zeros: tuple[Any, ...]) -> Any:
 
 
 def _without_idle_reads(exported: Any) -> Any:
-    """Remove assertions about numbers, and numbers that are then unused."""
+    """Remove assertions about numbers, and the numbers that nothing else uses."""
     for node in reversed(exported.graph.nodes):
         number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
         unused = not node.users and (number or node.target in (torch.ops.aten.item.default, *READS))
@@ -259,9 +259,9 @@ def _without_idle_reads(exported: Any) -> Any:
 
 
 def _stride_in_memory_order(node: Any) -> None:
-    """Give as_strided its tensor in the order of the tensor's memory, because arrays of JAX have no other order.
+    """Permute the argument of as_strided to the order of its memory, because arrays of JAX have no strides.
 
-    Raises BundleError if as_strided may read memory that is not the tensor's.
+    Raises BundleError if as_strided may read memory outside of the tensor, or if the tensor has gaps.
     """
     source, size, stride, *offset = node.args
     tensor = source.meta["val"]
@@ -350,7 +350,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
             return None, None
         if target in _ASSERTIONS:
             return None
-        # torchax changes lists, and fx does not allow that for its own lists.
+        # Convert the immutable lists of fx, because torchax changes lists.
         args, kwargs = _mutable(args), _mutable(kwargs)
         lowering = _lowering(target, self.lowerings)
         return super().call_function(target, args, kwargs) if lowering is None else lowering(*args, **kwargs)
@@ -395,7 +395,7 @@ def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callabl
     for node in exported.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem or _is_assertion(node):
             continue
-        # A recurrent network's operation has this tag for its dropout. A lowering draws no numbers.
+        # The operation of a recurrent network has this tag because of its dropout, but our lowering draws no random numbers.
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if random and _lowering(node.target, lowerings) is None:
             problems.append(

@@ -280,7 +280,7 @@ class WeightsFile:
     """The weights file of a bundle. It stays open, so that renaming or removing it changes nothing.
 
     The file is read instead of mapped, because a process is killed if its mapped file is truncated. Several threads may read weights
-    concurrently, but not while the file is closed.
+    concurrently, but none may read while another thread calls `close`.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -379,7 +379,7 @@ class WeightsFile:
         else:
             raw = np.empty(weight.nbytes, np.uint8)
             unchanged = self._fill(raw, weight.offset)
-            # Move integers of the same size, because numpy does this without the interpreter's lock.
+            # Transpose the elements as integers of the same size, because numpy then releases the interpreter's lock.
             word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
             out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
         if not unchanged and content_digest(out) != digest:

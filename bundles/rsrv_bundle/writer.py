@@ -152,8 +152,8 @@ def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]
 def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
     """Return the absolute path of a bundle to write, after checking it.
 
-    Raises FileExistsError if the path exists and must not be replaced. Raises TargetError if a model cannot have its name, or if a file
-    is in the way.
+    Raises FileExistsError if the path exists and `overwrite` is False. Raises TargetError if the directory's name is not a valid
+    model name, or if the path is a file or a link.
     """
     target = Path(os.path.abspath(out_dir))
     if not may_be_name(target.name):
@@ -185,7 +185,8 @@ def scratch_beside(target: Path) -> Iterator[str]:
 def put_in_place(work: Path, target: Path, aside: Path) -> None:
     """Rename the finished directory `work` to `target`. An old bundle is first renamed to `aside`, on the same file system.
 
-    A reader sees the old bundle, then no bundle for an instant, and then the new one. Raises TargetError if a file is in the way.
+    A reader sees the old bundle, then no bundle for an instant, and then the new one. Raises TargetError if `target` is a file or
+    a link.
     """
     _refuse_file(target)
     try:

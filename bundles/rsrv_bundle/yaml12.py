@@ -1,8 +1,8 @@
 """YAML 1.2's core schema, over PyYAML's parser, within limits for hostile documents.
 
-PyYAML itself reads YAML 1.1, in which the words no, on and off are booleans, but they are valid shapes in a manifest. So this module
-makes values from the events of PyYAML's parser. It does so while the parser runs, because the parser's time grows with the square of
-the depth, and a document that is too deep is refused early.
+PyYAML itself reads YAML 1.1, in which the words no, on and off are booleans, but they are valid shapes in a manifest. So this
+module makes values from the events of PyYAML's parser. It does so while the parser runs, so that it can stop early at a document
+that is too deep. The parser's time grows with the square of the depth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 64 * 1024
 _MAX_REPEATED = 50_000
 _MAX_DEPTH = 50
 _MAX_BITS = 64
-#: Maximum number of digits. A number of 64 bits needs fewer, and Python refuses to read thousands.
+#: Maximum number of characters of a whole number. Numbers of 64 bits are shorter. Python refuses to convert thousands of digits.
 _MAX_DIGITS = 100
 
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,1 +1,1 @@
-"""One endpoint in front of several tritonservers: passes requests through, and packs models onto devices."""
+"""Gateway: one endpoint in front of several tritonservers. It forwards requests and packs models onto devices."""

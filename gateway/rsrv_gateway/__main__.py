@@ -1,4 +1,4 @@
-"""Command `rsrv-gateway`, also `python -m rsrv_gateway`. Imports nothing heavy before the arguments are parsed."""
+"""The command `rsrv-gateway`, or `python -m rsrv_gateway`. It imports large modules only after it has parsed the arguments."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Requests in flight then get gateway.drain_s seconds. A second signal ends them at once."""
     end_in_order()
     options = parser().parse(argv)
-    # Disable gRPC's own log, because it has an error for every peer that leaves.
+    # Disable gRPC's own log, because gRPC logs an error for every peer that disconnects.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 

@@ -86,12 +86,12 @@ class Admin:
         pages_by_worker = [
             (name, text) for name, pages in texts.items() for text in pages if text is not None
         ]
-        # With hundreds of workers, merging takes longer than requests should wait.
+        # Merge on another thread. With hundreds of workers, merging would delay requests for too long.
         merged = await asyncio.to_thread(metrics.merge, own, pages_by_worker)
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
-        """Return for each worker the metrics pages of Triton and of rsrv. A page that did not arrive in time is None."""
+        """Return the metrics pages of each worker, from Triton and from rsrv. A page is None if it did not arrive in time."""
         probes = self._gateway.probes
         views, workers = probes.summaries(), probes.workers().values()
         scraped = {worker.name: worker for worker in workers if worker.metrics or worker.control}

@@ -84,7 +84,8 @@ class GatewayLoop:
     ) -> None:
         """Create the parts without starting them.
 
-        `probes` receives the callback for new views. `drain` is the time in seconds for the requests in flight at the end.
+        `probes` creates the probes; its argument is the callback for new views. When the gateway ends, requests in flight have
+        `drain` seconds to finish.
         """
         self._stirred = asyncio.Event()
         self.members = members
@@ -93,7 +94,7 @@ class GatewayLoop:
         self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
         self._placements = PlacementSender(self.probes.place)
-        #: Devices in the last round.
+        #: Devices of the servers in the last round.
         self.devices: ServerDevices = {}
         #: The planner's table in the last round.
         self._planned: Table | None = None
@@ -111,7 +112,7 @@ class GatewayLoop:
 
     @property
     def ready(self) -> bool:
-        """True while requests are accepted and some worker answers them."""
+        """True while the gateway accepts requests and at least one worker responds."""
         return not self.unready
 
     @property
@@ -174,7 +175,7 @@ class GatewayLoop:
             named = devices_of(servers)
             views = dict(zip(named, (view for server in servers.values() for view in server), strict=True))
             try:
-                # For a large fleet, planning takes longer than requests should wait.
+                # Plan on another thread. For a large fleet, planning would delay requests for too long.
                 plan = await asyncio.to_thread(self.planner.plan, views, self.clock())
                 if plan.table is not self._planned or named != self.devices:
                     self._routes = routes_to_servers(plan.table, named)

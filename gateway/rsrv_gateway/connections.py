@@ -25,9 +25,9 @@ from rsrv.triton_command_line import restriction
 from rsrv_gateway.outcomes import Metadata, Refusal
 
 _OPTIONS: Sequence[tuple[str, int]] = (
-    # A proxy that the environment names is for connections to other networks.
+    # Ignore environment variables such as http_proxy, because such a proxy is for connections to other networks.
     ("grpc.enable_http_proxy", 0),
-    # A worker that returns must be found soon.
+    # Reconnect soon to a worker that has returned.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -38,12 +38,12 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 
 #: Seconds between two probes of a worker.
 PROBE_S: Final = 0.5
-#: Seconds without an answer to a probe after which a worker counts as dead.
+#: A worker counts as dead if it does not answer a probe within this many seconds.
 PROBE_TIMEOUT_S: Final = 2 * PROBE_S
 
 
 class CredentialsError(Exception):
-    """A file for TLS or a token cannot be used. The message names the setting with the file."""
+    """A file for TLS or with a token cannot be used. The message names the setting that refers to the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ _KEEPALIVE = (
     ("grpc.service_config_disable_resolution", 1),
 )
 
-#: Renewed connections are not suspected again for this many seconds.
+#: After a timeout has replaced a connection to a worker, further timeouts replace none for this many seconds.
 RENEW_MIN_S = 5.0
 
 
@@ -207,7 +207,7 @@ class WorkerChannels:
         self._retiring: dict[asyncio.Task[None], WorkerConnection] = {}
 
     def link(self) -> WorkerConnection:
-        """Return the connections in turn."""
+        """Return the next connection. Successive calls rotate over all connections."""
         if self._credentials is not self._contacts.credentials:
             self._credentials = self._contacts.credentials
             self.retire()
@@ -216,7 +216,7 @@ class WorkerChannels:
         return links[next(self._turns) % len(links)]
 
     def unanswered(self, link: WorkerConnection, answers: int, now: float) -> bool:
-        """Report a call that timed out. Return true if its connection is replaced now.
+        """Handle a call that timed out. Return True if this replaces the connection of the call.
 
         `answers` is the connection's count when the call began, and `now` is in seconds of a monotonic clock. If no call was
         answered since then, the connection may be half open. The next calls then use a new connection, and calls in flight
@@ -255,7 +255,7 @@ class WorkerChannels:
         task.add_done_callback(self._retiring.pop)
 
 
-#: Maximum deadline in seconds that gRPC can transmit. Some clients send longer deadlines to have none.
+#: Maximum deadline in seconds that gRPC can transmit. Some clients send a longer deadline because they want none.
 _DEADLINE_MAX_S = 27_000 * 3600.0
 
 #: gRPC's messages for a connection that broke during a call, in this version and in earlier versions. If a connection cannot be made,
@@ -265,7 +265,7 @@ _LOST = re.compile(
 )
 #: gRPC's message if a stream ends while a message is sent on it. It replaces the worker's message.
 _ENDED = "Internal error from Core"
-#: Longest wait for the worker's status after that message, in seconds.
+#: Maximum number of seconds to wait for the worker's status after the message `_ENDED`.
 _STATUS_S = 1.0
 
 
@@ -298,7 +298,10 @@ class StreamEnd:
                 self._first = error
 
     async def refusal_of(self, error: grpc.aio.AioRpcError) -> Refusal | None:
-        """Return the worker's refusal, or None if the worker ended the stream with OK. `error` is what reading answers raised."""
+        """Return the worker's refusal, or None if the worker ended the stream with OK.
+
+        `error` is the error that reading the answers raised.
+        """
         if error.details() == _ENDED:
             if self._first is None:
                 return None
@@ -317,7 +320,7 @@ class StreamEnd:
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """Return the metadata that gRPC can send. gRPC receives texts with bytes that it refuses to send. Such texts are left out."""
+    """Return the metadata without texts that gRPC cannot send. gRPC can receive some of these texts."""
     return tuple(
         [
             pair
@@ -387,7 +390,7 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
 def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]:
     """Return the settings of the ports that other machines reach without a token or a client certificate.
 
-    `picker` is the address of the picker. If it is given, there is no other port. Raises ListenError.
+    `picker` is the address of the picker. If it is given, the gateway opens no other port for requests. Raises ListenError.
     """
     if settings.token_file is not None or settings.tls_client_ca is not None:
         return []
@@ -482,7 +485,7 @@ class Token:
         return self._token is not None
 
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Return true if a request with these headers (names in lower case) is admitted."""
+        """Return True if a request with these headers may pass. The names of the headers are in lower case."""
         if self._token is None:
             return True
         return bears(

@@ -9,7 +9,7 @@ from rsrv.control.find import ControlEndpoint, choose, sockets, working_director
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import base_directory, hold, make_private, remove, start_time, sweep
 
-#: Last part of the name of a gateway's directory. In the name of a runtime's directory, this part is the device.
+#: Last part of the name of a gateway's directory. The name of a runtime's directory ends with the device instead.
 _KIND = "gateway"
 
 
@@ -24,8 +24,8 @@ def private_directory() -> Iterator[Path]:
     sweep(base, _KIND)
     path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
-    # Our pid means nothing in another PID namespace. A process there considers a directory abandoned
-    # if nobody holds its lock.
+    # Hold a lock on the directory. Processes in other PID namespaces cannot use our pid, and remove a directory
+    # that nobody has locked.
     lock = hold(path)
     try:
         yield path
@@ -36,9 +36,10 @@ def private_directory() -> Iterator[Path]:
 
 
 def address(which: str | None) -> str:
-    """Return the address of this user's only gateway, or of the gateway that `which` or RSRV_GATEWAY_ADDRESS names.
+    """Return the address of the gateway that `which` or RSRV_GATEWAY_ADDRESS names.
 
-    `rsrv.control.find.choose` describes `which`. The folder of a gateway is the folder of its settings. Raises NotFound.
+    Without a name, return the address of this user's only gateway, or of the only one in the working directory.
+    `rsrv.control.find.choose` describes `which`. If it is a folder, it is the folder of the gateway's rsrv.yaml. Raises NotFound.
     """
     running = [
         ControlEndpoint(pid, socket, _settings_folder(pid), working_directory(pid))

@@ -12,9 +12,9 @@ from rsrv_gateway.http_protocol import for_client
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
-#: Name of the header, and of the metadata entry, from which Envoy's policy override_host takes the choice.
+#: Name of the header, and of the metadata entry, from which Envoy's policy override_host takes the chosen endpoints.
 DESTINATION = "x-gateway-destination-endpoint"
-#: Namespace of that metadata.
+#: Namespace of the metadata entry DESTINATION.
 _NAMESPACE = "envoy.lb"
 #: Namespace and name of the metadata that limits the choice (Gateway API inference extension, proposal 004).
 _SUBSET_NAMESPACE, _SUBSET = "envoy.lb.subset_hint", f"{DESTINATION}-subset"
@@ -33,7 +33,7 @@ class Head:
         self.has_body = not part.end_of_stream
         self.method, self.path = self.text(":method"), self.text(":path")
         kind = self._headers.get("content-type", b"")
-        # Envoy's own routes use the same rule.
+        # Recognise gRPC by the same rule as Envoy's own routes.
         self.is_grpc = kind == b"application/grpc" or kind.startswith(b"application/grpc+")
         self.authorization = self._headers.get("authorization", b"")
         #: The only endpoints that may be chosen, or None if any endpoint may be chosen.

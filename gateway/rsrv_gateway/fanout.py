@@ -1,7 +1,7 @@
-"""Calls to several workers, in turn or at once, and their answers merged into one.
+"""Calls to several workers, one after another or at once, and functions that merge their answers into one answer.
 
-The answer of a worker is a message of `service_pb2`, or a refusal. Unavailable workers are ignored if the answer of any worker
-suffices, but not if all workers must do something.
+The answer of a worker is a message of `service_pb2`, or a refusal. If an operation needs the answer of only one worker,
+unavailable workers are ignored. If all workers must do something, an unavailable worker is an error.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def fail_over(
     model: str,
     digest: Callable[[], bytes],
 ) -> T | Refusal:
-    """After the chosen worker has refused, ask other workers in turn, and return the first answer.
+    """Send a request to other workers, one after another, after the chosen worker has refused it. Return the first answer.
 
     `ask` receives the worker and the remaining seconds. `deadline` is in seconds of `monotonic`. `digest` returns the digest of
     the request.
@@ -143,7 +143,7 @@ def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]
 
 
 def _without(answers: Answers, codes: Iterable[StatusCode]) -> Answers:
-    """Leave out refusals with these codes, unless all answers are such refusals."""
+    """Return the answers without refusals with these codes. If all answers are such refusals, return all of them."""
     remaining = {
         worker: answer
         for worker, answer in answers.items()

@@ -1,6 +1,6 @@
-"""Reader for the parts of gRPC messages that decide their route. A proxy passes the messages in pieces.
+"""Reader for the parts of gRPC messages that decide their route. The messages arrive in pieces.
 
-`GrpcHead` reads every message of a call, because any message may end a server.
+`GrpcHead` reads every message of a call, because any message may crash a server.
 """
 
 from rsrv_gateway.http_head import Inflater
@@ -24,7 +24,7 @@ class GrpcHead:
         self._left = 0
         self._reader: MessageReader | None = None
         self._inflater: Inflater | None = None
-        #: The messages that have ended since `take`.
+        #: Messages that have been completed since the last call of `take`.
         self._ended: list[Peeked] = []
 
     @property

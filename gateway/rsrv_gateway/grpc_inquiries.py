@@ -14,14 +14,14 @@ from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import Traffic
 
 Call = Callable[[bytes, Any], Awaitable[bytes]]
-#: Seconds for a call that a stream waits for.
+#: Timeout in seconds of a request for a model's configuration, because a client's stream waits for the answer.
 _CONFIG_TIMEOUT_S = 2.0
 _METHODS = {operation: method for method, operation in OPERATIONS.items()}
 _TRUE, _FALSE = b"\x08\x01", b""
 
 
 class _GrpcForm:
-    """Answers are bytes."""
+    """Form of answers over gRPC: encoded messages, as bytes."""
 
     def yes(self) -> bytes:
         return _TRUE

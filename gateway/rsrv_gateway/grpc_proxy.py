@@ -59,11 +59,11 @@ _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 #: Number of connections to each worker.
 CHANNELS_PER_WORKER = 2
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
-#: While the gateway drains: seconds between two checks for new calls.
+#: Seconds between two checks for new calls while the gateway drains.
 _QUIET_POLL_S = 0.01
-#: Number of consecutive checks without a new call after which no more calls are expected.
+#: If this many consecutive checks find no new call, the gateway expects no more calls.
 _QUIET_POLLS = 5
-#: Maximum number of seconds for all checks.
+#: Maximum number of seconds for all of these checks.
 _QUIET_LIMIT_S = 0.5
 
 
@@ -80,7 +80,7 @@ class GrpcProxy:
         self._credentials = None if settings.grpc is None else server_credentials(settings, renewals)
         self._contacts = contacts
         self._channels: dict[str, WorkerChannels] = {}
-        #: True if a model of any worker observes a deadline.
+        #: True if any worker has a control service. The models of such workers observe the parameter `timeout`.
         self._steered = False
         self._hop = _CONNECTION_METADATA | {"authorization"} if self._token.needed else _CONNECTION_METADATA
         inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
@@ -94,7 +94,7 @@ class GrpcProxy:
             _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streams),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
-            # The library's own function would add the service without the check of the token.
+            # Add the handler here, because the library's own function would bypass the check of the token.
             _REFLECTION: grpc.stream_stream_rpc_method_handler(
                 aio.ReflectionServicer(_REFLECTED).ServerReflectionInfo,
                 reflection_pb2.ServerReflectionRequest.FromString,
@@ -238,10 +238,10 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """First handler of every call. While the gateway drains, it holds new calls back until clients know that the gateway ends.
+    """First handler of every call. While the gateway drains, it delays new calls until the clients know that the gateway stops.
 
-    A stopping server cancels all calls that it has received but not begun, even if their clients do not know yet that it stops. A
-    client whose call is refused at once repeats it at once. So new calls wait briefly, until no more calls arrive.
+    A stopping server cancels all calls that it has received but not begun, even if their clients do not know yet that it stops.
+    If a call is refused at once, its client repeats the call at once. So the handler delays refusals until no more calls arrive.
     """
 
     def __init__(self) -> None:

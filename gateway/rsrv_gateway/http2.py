@@ -28,14 +28,14 @@ _MESSAGE_HEADER = struct.Struct(">BI")
 #: Bytes of the largest frame, unless both sides agree on more.
 _FRAME_BYTES = 1 << 14
 _WINDOW_MAX, _WINDOW = 2**31 - 1, 2**16 - 1
-#: After this many received bytes, the peer may send as many more on the connection. The number is far below the connection's
-#: window, so that the peer never waits.
+#: After this many received bytes, the peer's window for the connection is widened by their number. The number is far below the
+#: size of the window, so that the peer never waits.
 _WINDOW_STEP = 1 << 24
 #: Maximum number of streams on one connection, one for each request in flight. Envoy opens another connection for more.
 STREAMS_MAX = 1024
 #: Bytes of the largest message, gRPC's usual limit. In full duplex, Envoy sends more than 1 MiB of a body at once.
 MESSAGE_MAX_BYTES = 4 << 20
-#: Maximum number of bytes that wait on a stream.
+#: Flow-control window of a stream, in bytes. The peer may send this much before its messages are answered.
 _STREAM_WINDOW = 2 * MESSAGE_MAX_BYTES
 # The following field blocks do not refer to the connection's table of headers.
 #: Response headers: the status 200 and the content type.
@@ -70,7 +70,7 @@ class Exchange(Protocol):
 class _Http2Stream:
     number: int
     exchange: Exchange
-    #: Bytes that may be sent.
+    #: Number of bytes that may be sent on this stream.
     window: int
     received: bytearray = field(default_factory=bytearray)
     #: Number of received bytes for which the peer's window was not widened yet.
@@ -84,7 +84,7 @@ class _Http2Stream:
 
 
 class EnvoyConnection(asyncio.Protocol):
-    """One connection. It adds itself to `known` while it is open."""
+    """One connection from Envoy. It is in the set `known` while it is open."""
 
     def __init__(self, accept: Callable[[], Exchange], known: set["EnvoyConnection"]) -> None:
         self._accept = accept
@@ -152,8 +152,8 @@ class EnvoyConnection(asyncio.Protocol):
     def finish(self) -> None:
         """End all streams successfully, and close the connection after the peer has read their ends.
 
-        If this side closed the connection first, an unread frame of the peer would reset it, and the peer would lose data that it
-        has not read.
+        If this side closed the connection first, an unread frame from the peer would reset the connection, and the peer would
+        lose data that it has not read yet.
         """
         self._frame(_GOAWAY, 0, 0, struct.pack(">II", self._last, 0))
         for number, stream in list(self._streams.items()):
@@ -270,7 +270,7 @@ class EnvoyConnection(asyncio.Protocol):
             self._end(stream, _status(StatusCode.INVALID_ARGUMENT))
             return False
         except Exception:
-            # The other streams of this connection continue.
+            # Fail only this stream. The other streams of the connection continue.
             log.exception(_UNANSWERED)
             self._end(stream, _status(StatusCode.INTERNAL))
             return False
@@ -313,7 +313,7 @@ class EnvoyConnection(asyncio.Protocol):
             self._go_on(stream)
 
     def _go_on(self, stream: _Http2Stream) -> None:
-        """Send the data that a wider window allows. Then answer the messages that waited for that."""
+        """Send the data that a wider window allows. Then answer the messages that flow control has delayed."""
         self._pump(stream)
         self._read(stream)
 

@@ -21,7 +21,7 @@ _INFER = {
     "inputs": [{"name": SCALAR, "shape": [SCALAR], "data": PRESENT}],
     "outputs": [{"name": SCALAR, "parameters": {"classification": SCALAR}}],
 }
-#: Pattern of a generation's request. Its parameters may be members of the request or of `parameters`.
+#: Pattern of a request for a generation. The parameters may be members of the request itself or of its `parameters`.
 _GENERATE = {
     "sequence_id": SCALAR,
     "stream": PRESENT,
@@ -118,7 +118,7 @@ class HttpHead:
         #: True until the first byte of the body is read.
         self._empty = True
         self.head: InferenceHead | None = None
-        if self._left == 0:  # The body is a tensor.
+        if self._left == 0:  # The body has no JSON.
             self.head = InferenceHead()
 
     @property
@@ -194,7 +194,7 @@ def _head(request: Mapping[str, Any], size: int, generates: bool) -> InferenceHe
     for tensor in _list(request.get("inputs")):
         tensor = _object(tensor)
         name, shape = tensor.get("name"), _list(tensor.get("shape"))
-        # Tritonserver refuses other inputs before it uses them.
+        # Skip other inputs, because tritonserver refuses them before it uses them.
         if isinstance(name, str) and all(type(extent) is int and 0 <= extent < 2**64 for extent in shape):
             _check(name, shape, size if "data" in tensor else MOST_ELEMENTS)
             inputs.append((name.partition("\0")[0], tuple(shape)))
@@ -217,8 +217,8 @@ def _sequence(parameters: Mapping[str, Any]) -> int | str | None:
 def _check(name: str, shape: Sequence[int], most: int) -> None:
     """Check that an input has at most `most` elements. Raises Malformed.
 
-    Tritonserver 24.10 allocates memory for all elements of an input in JSON before it reads the first one, and ends if this fails.
-    It also reads large extents as negative numbers.
+    Tritonserver 24.10 allocates memory for all elements of an input in JSON before it reads the first element, and crashes if
+    this fails. It also reads large extents as negative numbers.
     """
     if len(shape) > MOST_EXTENTS:
         raise Malformed(f"input {name[:100]!r} has more than {MOST_EXTENTS} extents")

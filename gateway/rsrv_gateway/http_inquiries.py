@@ -1,4 +1,4 @@
-"""All HTTP calls except inference, routed by `inquiries`. Answers are converted to messages of the gRPC service, and back."""
+"""All HTTP calls except inference, routed by `inquiries`. Answers to merge are converted to messages of gRPC, and back."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +32,7 @@ class HttpInquiries:
         async def ask(worker: str) -> HttpReply | Refusal:
             answer = await self._ask(worker, query, timeout)
             if "ready" in target.what and isinstance(answer, HttpRefusal) and answer.status == 400:
-                # With this status, the worker answers that it is not ready. That is not an error.
+                # This status means that the worker or the model is not ready, so it is an answer and not an error.
                 return HttpReply(answer.status, answer.headers, answer.body)
             return answer
 
@@ -60,7 +60,7 @@ class _HttpForm:
     def render(self, operation: str, message: Any) -> HttpReply:
         fields: Any = _plain(message)
         if operation == "index":
-            # A model that is not loaded has few fields.
+            # Leave out empty fields. A model that is not loaded has only few other fields.
             fields = [{name: value for name, value in each.items() if value} for each in fields["models"]]
         body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
         return HttpReply(200, CIMultiDict({"Content-Type": "application/json"}), body)

@@ -53,7 +53,7 @@ _CONNECTION_HEADERS = frozenset(
 )
 #: Seconds until an idle connection is closed.
 _IDLE_S = 60.0
-#: Seconds between two checks whether a worker is stopping.
+#: Seconds between two checks of a worker. A check finds out whether the worker is stopping.
 _STOP_CHECK_S = 1.0
 #: Seconds within which such a check must be answered.
 _STOP_ANSWER_S = 0.3
@@ -231,7 +231,7 @@ class Pool:
         self._connections = self._open()
 
     def _close_late(self) -> None:
-        """Close the connections after their requests in flight."""
+        """Close the connections when their requests in flight have ended."""
         task = asyncio.get_running_loop().create_task(self._connections.close_late())
         self._retiring[task] = self._connections
         task.add_done_callback(self._retiring.pop)
@@ -258,7 +258,7 @@ class Pool:
         while True:
             await asyncio.sleep(_STOP_CHECK_S)
             if not self._stops and monotonic() - self._used_at > _IDLE_S + _STOP_CHECK_S:
-                continue  # No connection is left.
+                continue  # All connections are idle for so long that they are closed.
             stops = await _closes_new_connections(self._address)
             if stops and not self._stops:
                 self._renew()
@@ -288,7 +288,7 @@ class Pool:
         status, headers, size = response.status, end_to_end(response.headers), response.content_length
         if status >= 400:
             body = await response.read()
-            # The client must not send the rest of a refused body.
+            # Close the connection, because the rest of a refused body must not be sent.
             response.close()
             return http_refusal(status, headers, body, query.generated)
         most = self._settings.max_message_bytes

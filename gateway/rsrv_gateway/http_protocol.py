@@ -34,7 +34,7 @@ _FIXED = {
 }
 #: Operations that execute a model.
 INFERENCE = ("infer", "generate", "generate_stream")
-#: Other operations whose body servers parse as JSON. Deeply nested JSON would end the servers.
+#: Other operations whose body tritonserver parses as JSON. Deeply nested JSON would crash it.
 OF_JSON = ("index", "load", "unload")
 _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 _METHODS = {

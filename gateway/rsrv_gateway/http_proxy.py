@@ -175,7 +175,7 @@ class HttpProxy:
         head = await self._in_time(self._head(request, upload, target))
         items, sequence = head.items(traffic.router.measured(model)), head.sequence
         if target.what == "generate" and not head.has_stream:
-            # By default, a generation answers with a stream, but Triton's `generate` accepts only one response.
+            # Ask for one response. By default, a generation answers with a stream, which Triton's `generate` does not accept.
             upload.add_member(b'"stream":false')
 
         def digest() -> bytes:
@@ -208,7 +208,7 @@ class HttpProxy:
                 lambda worker, left: self._ask(worker, query, left),
                 digest,
                 lambda: not upload.cut,
-                # A worker may close an idle connection at any time, even at this moment.
+                # A worker may close an idle connection at any time, even at the moment when the request is sent on it.
                 repeats_lost=True,
             ),
             deliver,
@@ -285,7 +285,7 @@ class HttpProxy:
         return HttpQuery(
             request.method,
             origin_form(request.raw_path),
-            # Answers that may be merged must not be compressed.
+            # Do not forward Accept-Encoding if answers may be merged, because they must not be compressed.
             end_to_end(request.headers, self._hop if infers else self._hop | _ENCODING),
             upload if request.method == "POST" else None,
             whole=not infers,
@@ -331,7 +331,7 @@ async def _stream(
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
-    """Abort the connection, because this alone shows the client that the answer is incomplete after its status was sent."""
+    """Abort the connection. After the status was sent, this is the only way to show the client that the answer is incomplete."""
     if request.transport is not None:
         request.transport.abort()
     return response

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Inference(Generic[T]):
-    """A request of which enough is known to choose a worker."""
+    """An inference request, with the facts that the choice of a worker needs."""
 
     model: str
     version: str
@@ -45,9 +45,10 @@ class Inference(Generic[T]):
 async def infer(
     traffic: Traffic, request: Inference[T], deliver: Callable[[T], Awaitable[tuple[R, str]]]
 ) -> R | Refusal:
-    """Return the result of `deliver` for the answer, or the refusal for the client.
+    """Execute a request on a worker, and count it. Return the delivered answer, or the refusal for the client.
 
-    `deliver` also returns the code under which the request is counted.
+    `deliver` sends the worker's answer to the client. It returns the delivered answer, and the code under which to count the
+    request.
     """
     router, model = traffic.router, request.model
     if traffic.suspects.has(model) and traffic.suspects.is_equal(model, request.digest()):

@@ -39,7 +39,7 @@ _MERGED: Mapping[str, Merge] = {"stats": fanout.merge_statistics, "index": fanou
 
 
 class AnswerForm(Protocol[T]):
-    """An operation's answers over one protocol."""
+    """Form of the answers over one protocol, gRPC or HTTP."""
 
     def yes(self) -> T: ...
 
@@ -53,7 +53,7 @@ class AnswerForm(Protocol[T]):
 
 class Inquiries(Generic[T]):
     def __init__(self, traffic: Traffic, workers: Collection[str], form: AnswerForm[T]) -> None:
-        """`workers` always contains the workers that are connected at that moment."""
+        """`workers` is a live view: it always contains the workers that are connected now."""
         self._traffic = traffic
         self._workers = workers
         self._form = form
@@ -88,7 +88,7 @@ class Inquiries(Generic[T]):
         return merged if isinstance(merged, Refusal) else form.render(operation, merged)
 
     async def _ready(self, ask: Ask[T]) -> T | Refusal:
-        """Answer whether a worker is ready. If a worker serves a model, the answer is yes without asking."""
+        """Answer whether any worker is ready. If a worker serves a model, answer yes without asking the workers."""
         if self._traffic.serves:
             return self._form.yes()
         answers = (await ask_all(self._workers, ask)).values()

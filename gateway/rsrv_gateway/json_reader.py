@@ -1,4 +1,4 @@
-"""Reader for a few members of a JSON document, which may be too large for the memory.
+"""Reader for a few members of a JSON document. The document may be too large for the memory.
 
 `JsonReader` takes the document in pieces, returns the members that are in a pattern, and skips all others without storing them.
 It reads members as rapidjson does in tritonserver: keys are decoded, only the first of several equal keys is used, and `NaN` and
@@ -27,7 +27,7 @@ _MOST_NESTED = 1000
 _TEXT_BYTES = 16 << 10
 #: Maximum number of bytes of a number.
 _NUMBER_BYTES = 400
-#: Maximum number of bytes of an escaped key. All keys that the patterns look for are shorter.
+#: Maximum number of bytes of a key, as it is written in the document. All keys of the patterns are shorter.
 _KEY_BYTES = 128
 
 _SPACE = re.compile(rb"[ \t\r\n]*+")
@@ -50,8 +50,8 @@ def _pattern_of_content(levels: int) -> bytes:
 
 
 _CONTENT, _FLAT = re.compile(_pattern_of_content(16), re.DOTALL), re.compile(_FLAT_CONTENT, re.DOTALL)
-#: After this many opening brackets without a closing one, read bracket by bracket. In such deep values, the expression for 16
-#: levels would fail at each bracket, and take longer.
+#: After this many opening brackets without a closing bracket, the reader handles each bracket separately. In such deep values,
+#: the expression for 16 levels would fail at each bracket and take longer.
 _DESCENT = 3
 
 _QUOTE, _COMMA, _COLON, _OPEN_LIST, _CLOSE_LIST, _OPEN, _CLOSE = b'",:[]{}'
@@ -233,7 +233,7 @@ class JsonReader:
         return _text(match[0])
 
     def _word(self) -> Generator[None, None, bytes]:
-        """Return the start of a number or another word."""
+        """Return a number or another word. If it is long, return only its start."""
         word = b""
         while True:
             match = _WORD.match(self._data, self._at)

@@ -23,7 +23,7 @@ _CALL_TIMEOUT_S = 10.0
 #: Maximum number of events queued for a watcher. The streams of workers wait while the queue is full.
 _QUEUE_MAX_EVENTS = 64
 
-#: Text for a connection that a probe closed because no answer arrived in time.
+#: Text that the page shows after a probe has closed the connection because no answer arrived in time.
 _CLOSED = "the connection to it was closed, and is opened again"
 
 Event = tuple[str, str, str]
@@ -54,7 +54,10 @@ class Workers:
     async def _changes(
         self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
     ) -> list[Event]:
-        """Follow all current workers, and stop following workers that left. Return their last events."""
+        """Follow all current workers, and stop following workers that have left.
+
+        If a worker has left, return all queued events, and then an event for each worker that has left.
+        """
         workers = self._probes.workers()
         for name in workers.keys() - following.keys():
             following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")
@@ -62,7 +65,7 @@ class Workers:
         if not left:
             return []
         await cancel([following.pop(name) for name in left])
-        # Queued events come before the events that workers have left.
+        # Queued events are older, so return them first.
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         return [*waiting, *((name, "gone", "null") for name in left)]
 

@@ -37,9 +37,10 @@ from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger(__name__)
 
-#: Seconds at the end for calls of the control service that are in flight.
+#: When the gateway ends, calls of the control service that are in flight have this many seconds to finish.
 _CONTROL_DRAIN_S = 0.2
-#: Maximum number of seconds for which a planning thread runs before a waiting request gets its turn. Python's default is 5 ms.
+#: Maximum number of seconds for which a planning thread runs before Python switches to the thread that forwards requests.
+#: Python's default is 5 ms.
 _SWITCH_INTERVAL_S = 0.001
 
 
@@ -47,7 +48,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
     """Run the gateway and return the exit status of `rsrv-gateway`."""
     # Write logs on another thread, because this thread forwards requests.
     logs.setup("human", aside=True)
-    # watchfiles logs the number of files of each change.
+    # Hide the messages of watchfiles about every change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         settings = read(config, workers)
@@ -56,7 +57,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
         # Of these errors, only MembersError can be about the command line.
         return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
-    # Each client needs an open file. Without a free one, the gateway could not connect to workers.
+    # Each client needs a file descriptor. If none is free, the gateway cannot connect to workers.
     raise_limit(resource.RLIMIT_NOFILE)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

@@ -20,7 +20,7 @@ from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
 log = logging.getLogger(__name__)
 
-#: Returns all addresses of a name, the best first. Raises OSError.
+#: Function that returns all addresses of a DNS name, the best one first. Raises OSError.
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
 #: Seconds between two reads of the DNS and the file.
@@ -83,7 +83,7 @@ class Members:
             if self._section.workers_file is not None:
                 group.create_task(_listen(self._section.workers_file, hint))
             while True:
-                # A notification only hastens the next read, because network mounts and bind mounts send none.
+                # Do not rely on notifications of changes, because network mounts and bind mounts send none.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._pause):
                         await hint.wait()
@@ -155,7 +155,7 @@ def read_workers(text: str) -> Mapping[str, Worker]:
     except YamlError as error:
         raise MembersError(str(error)) from None
     if not isinstance(raw, list):
-        # An empty file is probably being written at this moment.
+        # Refuse an empty file, because another program is probably writing it at this moment.
         raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")
     try:
         entries = GatewaySection.model_validate({"workers": raw}).workers
@@ -166,7 +166,10 @@ def read_workers(text: str) -> Mapping[str, Worker]:
 
 
 def parse_workers(text: str) -> list[WorkerEntry]:
-    """Parse HOST:PORT,... with gRPC ports. HTTP and metrics have Triton's neighbouring ports. Raises MembersError."""
+    """Parse HOST:PORT,... with gRPC ports. The ports for HTTP and metrics have Triton's usual distances from the gRPC port.
+
+    Raises MembersError.
+    """
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -178,7 +181,10 @@ def parse_workers(text: str) -> list[WorkerEntry]:
 
 
 def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
-    """Return the ports of a server. `ports` has their distances from its gRPC port. An invalid port is None."""
+    """Return the ports of a server with this gRPC port. The other ports have the same distances from it as in `ports`.
+
+    A port is None if it would be invalid.
+    """
     offset = grpc_port - ports.grpc_port
     moved = {key: port and int(port) + offset for key, port in ports.model_dump().items()}
     return {key: port if port and 0 < port < 65536 else None for key, port in moved.items()}
@@ -196,8 +202,8 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
 
 async def addresses_of(name: str) -> Iterable[str]:
     """Return the addresses of a name, the best first. Raises OSError."""
-    # The lookup runs in a separate thread, because a silent name server may delay it for a minute. A thread of the event loop's
-    # pool would be missing for planning, and would delay the loop's end.
+    # Look the name up on a new thread, because a silent name server may delay the lookup for a minute. On a thread of the event
+    # loop's pool, the lookup would block a thread that planning needs, and delay the end of the loop.
     answer: Future[list[Any]] = Future()
     answer.set_running_or_notify_cancel()
 
@@ -215,7 +221,10 @@ async def addresses_of(name: str) -> Iterable[str]:
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:
-    """Set `hint` at each change in the file's folder, because the file may be replaced or be a link. Return if watching fails."""
+    """Set `hint` at each change in the file's folder. Return if watching fails.
+
+    The folder is watched instead of the file, because the file may be replaced, or be a link.
+    """
     try:
         async for _ in awatch(
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False

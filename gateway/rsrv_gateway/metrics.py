@@ -1,8 +1,8 @@
 """Metrics of the gateway for Prometheus, and the merging of all workers' metrics into one text. Pure.
 
-In the merged text, each family has one HELP and one TYPE, and its samples follow each other. Every line that is not exactly in the
-text format is left out, so that no worker can spoil the scrape of all workers. A regular expression checks a sample in some 3 us;
-prometheus_client's parser would take 22 us.
+In the merged text, each family has one HELP and one TYPE, and its samples follow each other. Every line that is not exactly in
+the text format is left out, so that no worker can spoil the scrape of all workers. A regular expression checks a sample in about
+3 us; prometheus_client's parser would take 22 us.
 """
 
 import re
@@ -26,7 +26,7 @@ _DEPARTED_SHOWN_S = 600.0
 
 
 class DepartedWorkers:
-    """Hides the counters of workers that departed a while ago. If a worker returns, its counters continue."""
+    """Hides the counters of workers that departed a while ago. If a worker returns, its old counters appear again."""
 
     def __init__(self) -> None:
         #: Time at which each worker was last present.
@@ -284,7 +284,7 @@ def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
             names = _SINGLE_LABEL.findall(labels)
             if label:
                 if "worker" in names:
-                    # Prometheus renames such a label in the same way if it adds one of this name itself.
+                    # Rename the worker's own label. Prometheus renames labels in the same way when it adds a label of this name.
                     names.append("exported_worker")
                     labels = _SINGLE_LABEL.sub(
                         lambda label: f"exported_{label[0]}" if label[1] == "worker" else label[0], labels

@@ -1,7 +1,7 @@
-"""The meaning of a worker's refusal: whether a failover follows, and the error for the client. Pure. Both proxies use it.
+"""The meaning of a worker's refusal: whether the request fails over, and the error for the client. Pure. Both proxies use it.
 
-A worker answers with the gRPC codes that Triton's backends can return, or with equivalent HTTP statuses. For other codes, it sends
-UNAVAILABLE, and a tag in front of the message.
+A worker answers with the gRPC codes that Triton's backends can return, or with equivalent HTTP statuses. In place of other codes,
+it sends UNAVAILABLE with a tag in front of the message.
 """
 
 import re
@@ -12,16 +12,17 @@ from itertools import islice
 
 from grpc import StatusCode
 
-#: A tag, as in `[rsrv:QUEUE_FULL] text`. An ensemble puts its own words before it.
+#: Pattern of a tag, as in `[rsrv:QUEUE_FULL] text`. An ensemble puts its own text before the tag.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
-#: The code that each tag of an UNAVAILABLE error stands for.
+#: Codes by tag: the code that an UNAVAILABLE error with this tag stands for.
 MEANT = {
     "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
 }
-#: Codes without a failover. A failover would only move the load that this worker refused, or it would be too late.
+#: Codes without a failover. After RESOURCE_EXHAUSTED, a failover would only move the load to other workers. After
+#: DEADLINE_EXCEEDED, it would be too late.
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
@@ -64,7 +65,7 @@ class Refusal:
     def preferred_to(self, earlier: "Refusal | None") -> "Refusal":
         """Return the better of two consecutive refusals for the client.
 
-        Any other refusal is better than NOT_FOUND, because a client may retry after it.
+        NOT_FOUND is worse than any other refusal, because clients do not retry after NOT_FOUND.
         """
         return earlier if earlier is not None and self.code is StatusCode.NOT_FOUND else self
 

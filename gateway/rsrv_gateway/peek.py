@@ -26,21 +26,21 @@ _RAW_CONTENTS = 7
 _KEPT_FIELDS = (_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _OUTPUTS)
 #: Numbers of the fields of an input that are read.
 _NAME_AND_SHAPE = _INPUT_NAME, _SHAPE = 1, 3
-#: Maximum number of elements of an input. A message cannot hold more. If the product of extents overflowed in Triton, the whole
-#: batch would fail.
+#: Maximum number of elements of an input. No message is large enough for more elements. A shape with more could overflow the
+#: product of its extents in Triton, and the whole batch would fail.
 MOST_ELEMENTS = 2**31 - 1
 #: Maximum number of extents of an input.
 MOST_EXTENTS = 100
-#: Kind of the fields that have a length before their bytes.
+#: Wire type of the fields that have a length before their bytes.
 _OF_LENGTH = 2
-#: Number of bytes of the kinds of fields with a fixed size.
+#: Wire types of the fields with a fixed size -> number of bytes.
 _SIZES = {1: 8, 5: 4}
 _WRONG = "the request is not a ModelInferRequest"
 _NUMBERS_AND_TEXTS = ("int64_param", "uint64_param", "string_param")
 
 
 class Malformed(ValueError):
-    """No worker could execute the request. The message is for the client."""
+    """The request is malformed, so that no worker could execute it. The message is for the client."""
 
     def __init__(self, message: str, code: StatusCode = StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)
@@ -258,7 +258,7 @@ class MessageReader:
         return self._data[start : self._at]
 
     def _skip(self, kind: int) -> Generator[None, None, int]:
-        """Skip the content of a field, and return its bytes."""
+        """Skip the content of a field, and return its number of bytes."""
         skipped = 0
         if kind == _OF_LENGTH:
             size, digits = yield from self._varint()
@@ -269,7 +269,7 @@ class MessageReader:
         elif kind in _SIZES:
             size = _SIZES[kind]
         else:
-            # The field is a group, which no version of the message has had, or its wire type does not exist.
+            # The field is a group, or its wire type does not exist. No version of the message has ever had a group.
             raise Malformed(_WRONG)
         left = size
         while left:

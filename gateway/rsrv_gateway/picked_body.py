@@ -1,7 +1,7 @@
 """The body of a request that passes Envoy, as the picker reads it. Pure.
 
-Envoy holds back only a part of a body, so the picker may have to choose a server before it has the whole body. It reads the rest of
-the body while Envoy forwards it. `findings` returns facts that were unknown when the server was chosen.
+Envoy buffers only a part of a body, so the picker may have to choose a server before it has the whole body. The picker reads the
+rest of the body while Envoy forwards the body. `findings` returns facts that were unknown when the server was chosen.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ Measured = tuple[str, int] | None
 
 
 class Body(Protocol):
-    #: True if later bytes contain nothing new.
+    #: True if the picker needs no later bytes.
     complete: bool
     #: True if a few bytes may take long to read, because they are compressed.
     is_slow: bool
@@ -50,10 +50,13 @@ class Body(Protocol):
         """Return the model, or an empty text if it is not known yet. Raises Malformed."""
 
     def wanted(self, measured: Measured) -> Wanted:
-        """Return the parts that are known now. Only `findings` uses later parts. Raises Malformed."""
+        """Return the parts that are known now. `findings` checks the parts that arrive later. Raises Malformed."""
 
     def findings(self) -> tuple[str, ...]:
-        """Return new names of outputs that the client wants as classes. Raises Malformed if the choice was wrong."""
+        """Return the outputs that the client wants as classes and that were unknown so far.
+
+        Raises Malformed if the new parts show that the chosen server was wrong.
+        """
 
 
 class HttpBody:
@@ -68,7 +71,7 @@ class HttpBody:
         self._head = HttpHead(operation, encoding, length, most)
         self._model, self._version = model, version
         self._wanted = Wanted(model, version)
-        #: True if the choice was made before the head was complete.
+        #: True if a server was chosen before the head was complete.
         self._early = False
         self.complete = self._head.head is not None
         self.is_slow = self._head.is_compressed
@@ -113,7 +116,7 @@ class GrpcBody:
         self._reader = GrpcHead(head.text("grpc-encoding"), most)
         self._infers, self._streams = infers, streams
         self._first: Peeked | None = None
-        #: Messages that have ended since the choice.
+        #: Complete messages that `findings` has not checked yet.
         self._later: list[Peeked] = []
         self._chosen: Wanted | None = None
         self.complete = False

@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 _UNREAD = "a request was not read"
 
-#: Code of a counted request whose answer the picker does not see.
+#: Code under which a request is counted, because the picker does not see the answer.
 PICKED = "PICKED"
-#: Seconds for resolving a host's name. The first table with a new worker waits for this.
+#: Maximum number of seconds for resolving a host's name. The first table with a new worker waits for this name.
 _RESOLVE_S = 2.0
 #: Maximum number of names that are resolved at a time.
 _RESOLVE_MAX = 32
 #: Seconds between two checks for connections that Envoy has not closed.
 _CLOSED_S = 0.05
-#: Maximum number of endpoints that are named for one request: one for the request, and two for Envoy's retries.
+#: Maximum number of endpoints in the answer to one request: one for the request itself, and two for Envoy's retries.
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
 #: The picker chooses a server after at most this many bytes of an HTTP request's body. This is also Envoy's default limit.
@@ -55,7 +55,7 @@ SHOWN_BYTES = 1 << 20
 #: The picker chooses a server after at most this many bytes of a gRPC call. Envoy's limit is one window of HTTP/2, which is not
 #: lower. The parameters of a call come before its tensors.
 SHOWN_CALL_BYTES = 32 << 10
-#: Seconds that Envoy waits for the choice while a client sends its body slowly.
+#: Seconds for which Envoy waits for the chosen server while a client sends its body slowly.
 _PATIENCE_S = 300
 #: The operation of a gRPC call that may carry several inference requests.
 _STREAM = "stream"
@@ -63,14 +63,14 @@ _STREAM = "stream"
 _INFERENCE = (*INFERENCE, _STREAM)
 #: Operation of each method of gRPC.
 _METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": _STREAM}
-#: Operations that a server with the model must answer.
+#: Operations that only a server with the model can answer.
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
 #: Operations that any server can answer. Methods and paths that no server knows also go to any server.
 _OF_ANY = frozenset(["live", "server ready", "server", "index"])
 
 
 class Picker:
-    """Answers Envoys by the table of the gateway's loop."""
+    """Server that Envoys ask for endpoints. It chooses the endpoints by the table of the gateway's loop."""
 
     def __init__(
         self, address: str, settings: GatewaySection, brain: Brain, renewals: Renewals | None = None
@@ -88,7 +88,7 @@ class Picker:
         #: IP address of each host, or an empty text while the address is unknown.
         self._ips: dict[str, str] = {}
         self._room = asyncio.Semaphore(_RESOLVE_MAX)
-        #: The task that resolves the names again.
+        #: Task that resolves the hosts' names again and again.
         self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
         self._connections: set[EnvoyConnection] = set()
@@ -137,7 +137,7 @@ class Picker:
             connection.abort()
 
     async def _keep_resolving(self) -> None:
-        """Resolve all addresses again, because a name may have a new address."""
+        """Resolve all names repeatedly, because a name may get a new address."""
         while True:
             await asyncio.sleep(READ_PAUSE_S)
             # `apply` may add hosts to `_ips` during this wait.
@@ -189,7 +189,7 @@ class Picker:
     def order(self, model: str, chosen: str) -> Iterator[str]:
         """Yield the chosen worker, the model's other replicas, and then the other workers with the model.
 
-        Both groups rotate with each call.
+        The last group rotates with each call.
         """
         routes = self.traffic.table[model]
         yield chosen
@@ -202,7 +202,7 @@ class Picker:
                 yield worker
 
     def in_turn(self) -> Sequence[str]:
-        """Return all workers. Each call begins with another worker."""
+        """Return all workers. The order rotates with each call."""
         workers = list(self.traffic.workers)
         at = next(self._turns) % max(len(workers), 1)
         return workers[at:] + workers[:at]
@@ -257,7 +257,7 @@ class PickedRequest:
         #: The body while the picker reads it, or None if the picker does not read its parts.
         self._body: Body | None = None
         self._received = 0
-        #: Kinds and answers of the parts that wait for the choice.
+        #: Parts that wait until a server is chosen, each with its kind and its answer.
         self._waiting: list[tuple[str, bytes]] = []
         #: The chosen endpoints, the best one first, or None before the choice.
         self._endpoints: tuple[str, ...] | None = None
@@ -299,7 +299,7 @@ class PickedRequest:
         return self._refuse(Refusal(StatusCode.INTERNAL, "the endpoint picker could not read the request"))
 
     def _take(self, message: Any) -> list[bytes]:
-        """Carry out `take`. Raises Malformed."""
+        """Return the answers that are due after a message. Raises Malformed."""
         part = message.WhichOneof("request")
         if self._head is None:
             if part != "request_headers":
@@ -340,10 +340,10 @@ class PickedRequest:
         return self._decide(head)
 
     async def pending_answers(self) -> Iterable[bytes]:
-        """Read a part, or ask workers about an unknown model or types of outputs. Return the answers that waited for this."""
+        """Read a part, or ask workers about an unknown model or about types of outputs. Return the delayed answers."""
         answers: Iterable[bytes] = ()
         try:
-            while self.pending:  # A model that has just become known may have outputs to check.
+            while self.pending:  # Once the model is known, its outputs may also need a check.
                 answers = await (self._ask_workers() if self._unread is None else self._read())
         except Malformed as error:
             self.pending = False
@@ -390,9 +390,9 @@ class PickedRequest:
         return self._decide(self._head, refreshed=True) if self._endpoints is None else self._answers()
 
     def _leave_out(self, refusals: Mapping[str, Refusal]) -> Refusal | None:
-        """Leave out workers that refuse classes of these outputs.
+        """Remove the workers that refuse classes of these outputs from the chosen workers.
 
-        Return a refusal if no worker is left, or if all workers would refuse the request.
+        Return a refusal if no worker is left, if all workers would refuse the request, or if Envoy already knows the endpoints.
         """
         final = [refusal for refusal in refusals.values() if self._directed or not refusal.is_retryable()]
         usable = dict(zip(self._workers, self._endpoints or (), strict=True))
@@ -443,13 +443,16 @@ class PickedRequest:
         else:
             self._body = HttpBody(head, target.what, target.model, target.version, most)
         if self._ahead:
-            # The client may take its time for the body.
+            # Make Envoy wait longer for the next answer, because the client may send its body slowly.
             return [ext_proc.patient(_PATIENCE_S)]
         self._waiting.clear()
         return [ext_proc.passed("request_headers")]
 
     def _decide(self, head: Head, refreshed: bool = False) -> list[bytes]:
-        """Choose, and return the answers to all waiting parts, or none if workers must be asked first. Raises Malformed."""
+        """Choose the endpoints. Return the answers to all waiting parts, or none if workers must be asked first.
+
+        Raises Malformed.
+        """
         choice = self._choose(head, self._target, refreshed)
         if choice is None:
             self.pending = True
@@ -510,7 +513,7 @@ class PickedRequest:
             return refusal
         if parts.sequence:
             traffic.pin_sequence(selected, parts.model, parts.sequence)
-        # Only one server has the state of a sequence.
+        # Name only one server for a sequence, because no other server has its state.
         order = [selected.worker] if parts.sequence else picker.order(parts.model, selected.worker)
         allowed = picker.allowed(head, order)
         if not allowed:

@@ -1,6 +1,6 @@
 """Probes of the workers. Each worker is probed every half second, and at once after a request to it has failed.
 
-Over gRPC, a probe asks Triton whether it answers and which models are ready, and asks the control service for figures.
+Over gRPC, a probe asks Triton whether it responds and which models are ready, and asks the control service for load figures.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 #: Minimum number of seconds between two probes of a worker, however often requests to it fail.
 _PROBE_MIN_S = 0.05
-#: Time limit in seconds of a probe that checks whether a worker has died. It is short, because a connection to a port without a
+#: Timeout in seconds of a probe that checks whether a worker has died. It is short, because a connection to a port without a
 #: listener is refused at once.
 _DEATH_PROBE_S = 0.3
 #: Text in gRPC's error if nothing listens.
@@ -36,7 +36,7 @@ _STOPPING = re.compile("exiting|not ready")
 METRICS_TIMEOUT_S = 2.0
 #: Seconds within which a control service must accept a request.
 _ACTION_TIMEOUT_S = 10.0
-#: Upper bound of plausible durations in seconds (decades).
+#: Durations of more seconds than this (decades) are implausible.
 _PLAUSIBLE_MAX_S = 1e9
 
 #: Triton's error for a call without the right key. It contains the name of the key.
@@ -52,14 +52,14 @@ class Prober(Protocol):
     async def probe(self) -> tuple[WorkerView, ...]:
         """Probe the worker, and return its view. Never raises.
 
-        If a gateway chooses among the worker's devices, return a view of each device. Return DEAD without an answer in time.
+        If the gateway chooses among the worker's devices, return one view for each. Return DEAD if no answer arrives in time.
         """
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
-        """Request this action on one device, or on all devices for None, from the control service. Raises ActError."""
+        """Ask the control service for an action on one device, or on all devices if `device` is None. Raises ActError."""
 
     async def place(self, models: ModelDevices) -> None:
-        """Send the devices of the models to the control service. Raises ActError."""
+        """Send the placement of the models on devices to the control service. Raises ActError."""
 
     async def metrics(self) -> str | None:
         """Return the metrics of the control service for Prometheus, or None without an answer in time. Never raises."""
@@ -71,7 +71,7 @@ class Prober(Protocol):
         """Return True if the worker served the model in its last answer, and nothing listens at its port now."""
 
     async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
-        """Return the names of a model's outputs with strings. Never raises."""
+        """Return the names of the outputs of a model that contain strings, or the worker's refusal. Never raises."""
 
     async def close(self) -> None: ...
 
@@ -121,7 +121,7 @@ class Probes:
             self._watches[worker].hurry()
 
     async def probe(self, workers: Iterable[str] | None = None) -> None:
-        """Probe these workers, or all. Return after a probe of each of them that started after this call."""
+        """Probe these workers, or all workers. Return when a probe that started after this call has ended for each worker."""
         names = self._watches.keys() if workers is None else workers
         await asyncio.gather(
             *(self._watches[name].next_probe() for name in list(names) if name in self._watches)
@@ -155,7 +155,7 @@ class Probes:
         return False
 
     async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
-        """Return a model's outputs as `Prober.string_outputs`."""
+        """Return the outputs that `Prober.string_outputs` returns, or a refusal for an unknown worker."""
         watch = self._watches.get(worker)
         return gone(worker) if watch is None else await watch.prober.string_outputs(model, version)
 
@@ -186,7 +186,7 @@ class _WorkerProbe:
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
-        """Probe again soon. A running probe does not suffice, because it may have seen an earlier state."""
+        """Start another probe soon, even if a probe runs now, because that probe may report an earlier state."""
         self._hurried.set()
 
     async def next_probe(self) -> None:
@@ -292,9 +292,9 @@ class PlacementSender:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, placements: Mapping[str, ModelDevices]) -> None:
-        """Send the changes of placements to their servers. Servers that are not in `placements` do not answer at the moment.
+        """Send each server its placement if the placement has changed. `placements` has only the servers that respond now.
 
-        Such a server gets its whole placement again when it returns.
+        When another server responds again, it gets its placement again.
         """
         self._sent = {server: placement for server, placement in self._sent.items() if server in placements}
         for server, models in placements.items():
@@ -340,9 +340,9 @@ class GrpcProber:
         self._vanished = False
         #: Last view of each device.
         self._views: dict[int, WorkerView] = {}
-        #: Positions in the figures of the devices. The worker may send only changes since them.
+        #: Positions in the devices' load figures. With them, the worker may send only the changes since the last answer.
         self._positions: list[pb.LoadPosition] = []
-        #: The views of the devices, and the view of the whole server.
+        #: Last views of the devices, and the view of the whole server that was computed from them.
         self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
         #: Reason for which the worker last refused to list its models.
         self._refused = ""
@@ -458,7 +458,7 @@ class GrpcProber:
             self._control = self._channel_factory.open_control(self._worker.control)
 
     def _close(self, channel: Any) -> None:
-        """Close a channel in the background, after its running actions."""
+        """Close a channel in the background when its running calls have ended, or after `_ACTION_TIMEOUT_S` seconds."""
         task = asyncio.create_task(channel.close(_ACTION_TIMEOUT_S))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -481,7 +481,7 @@ class GrpcProber:
         return await _answer(call(request, timeout=self._timeout, metadata=metadata))
 
     async def _ask_load(self) -> Any:
-        """Ask the control service for the figures. Return None if there is no control service."""
+        """Ask the control service for the load figures. Return None if there is no control service."""
         if self._control is None:
             return None
         request = pb.GetLoadRequest(positions=self._positions)
@@ -540,7 +540,7 @@ def _reason_of(error: Any) -> str:
 
 
 def _is_sane(load: pb.DeviceLoad) -> bool:
-    """Return True if the figures are finite and plausible. Other figures would spoil or overflow the sums over all workers."""
+    """Return True if the figures are finite and plausible. Others would make the sums over all workers wrong or infinite."""
     numbers = [load.backlog_s]
     for model in load.models:
         numbers += model.cost_s, model.device_seconds

@@ -38,7 +38,7 @@ GATEWAY = ServiceKind(
     gateway_pb2_grpc.add_GatewayServicer_to_server, pb.DESCRIPTOR, "gateway", "gateway.control_listen"
 )
 
-#: Fields of the policy that apply from the next repack on.
+#: Fields of the policy that do not apply at once, but from the next repack on.
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 

@@ -32,14 +32,17 @@ from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.suspects import EQUAL, call_digest
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
-#: Returns whether each request for a model gets exactly one answer. The second argument is the context of the client's call.
+#: Function that returns whether each request for a model gets exactly one answer. Its second argument is the context of the
+#: client's call.
 AnswersOnce = Callable[[str, Any], Awaitable[bool]]
 
 #: Maximum number of bytes of unanswered messages that are kept for a failover.
 _KEPT_BYTES = 4 << 20
-#: Maximum number of messages to a decoupled model that count as unanswered. Some messages get no answer, and nothing shows which.
+#: Maximum number of messages to a decoupled model that count as unanswered. Such a model does not answer some messages, and
+#: nothing shows which messages these are.
 _WAITING_MAX = 1000
-#: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise it sends errors as answers.
+#: If the client's metadata has this key, tritonserver ends a stream at the first error. Otherwise, tritonserver sends errors as
+#: answers.
 _ERRORS_END_IT = "triton_grpc_error"
 #: First byte of an answer that is an error.
 _ERROR = b"\x0a"
@@ -70,13 +73,13 @@ async def stream(
 
 
 def _error_code(answer: bytes) -> str:
-    """Return the code of an error in an answer. Only the error's tag shows the code, and the tag is readable in the bytes."""
+    """Return the code of an error in an answer. Find the error's tag in the bytes, because nothing else shows the code."""
     message = answer.decode(errors="replace")
     return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
 
 class _StreamRefused(Exception):
-    """End of the client's stream with a refusal."""
+    """Error that ends the client's stream with a refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -89,7 +92,7 @@ class _Message:
 
     items: int
     choice: Choice
-    #: True if the message asks for classes. Only the current worker was asked whether it can compute them.
+    #: True if the message asks for classes. Only the current worker has confirmed that it can compute them.
     classified: bool
     #: The message while it is kept for a failover, or empty.
     data: bytes = b""
@@ -114,7 +117,7 @@ class _Upstream:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: True if no more messages will be written.
     closed: bool = False
-    #: The end of the stream by the worker.
+    #: How the worker has ended the stream.
     end: StreamEnd = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,12 +140,12 @@ class _Upstream:
                 message.data = b""
 
     async def write(self, data: bytes) -> None:
-        # The reader reports the end of a stream.
+        # Ignore errors of the write. If the stream has ended, `_answer` handles the end.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.write(data)
 
     async def close(self) -> None:
-        """Report to the worker that no more messages follow."""
+        """Signal to the worker that no more messages follow."""
         self.closed = True
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.done_writing()
@@ -178,7 +181,7 @@ class _Stream:
         self._once: bool | None = None
 
     async def run(self) -> None:
-        """Forward until client and worker have ended. Raises an ExceptionGroup of _StreamRefused."""
+        """Forward messages and answers until client and worker have ended. Raises an ExceptionGroup of _StreamRefused."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while (data := await self._context.read()) is not grpc.aio.EOF:
@@ -209,7 +212,7 @@ class _Stream:
         async with self._writing:
             if self._first_write is None:
                 self._first_write = asyncio.ensure_future(self._context.write(answer))
-                # If this stream is cancelled during the write, nothing else reads the error of the write.
+                # Read the error of the write here. If this stream is cancelled during the write, nothing else reads it.
                 self._first_write.add_done_callback(lambda write: write.cancelled() or write.exception())
                 await asyncio.shield(self._first_write)
             else:
@@ -274,7 +277,7 @@ class _Stream:
             wrong = await self._traffic.refusal_of_classes(
                 home, request.model, request.version, request.classified
             )
-            # During the question, the stream may have moved to another worker.
+            # Ask again if the stream has moved to another worker during the call.
             if wrong is not None or home == self._home:
                 return wrong
 
@@ -324,10 +327,10 @@ class _Stream:
             refusal = await upstream.end.refusal_of(error)
         except asyncio.CancelledError:
             refusal = gone(upstream.worker)
-        # If this task was cancelled, its wait may have ended in another way, for example with the worker's end of the call.
+        # Check for a cancellation here, because the wait may have ended in another way, for example with the end of the call.
         if is_cancelled():
             return
-        # A worker that ends the stream before the client does has gone, even without an error.
+        # Treat the worker as gone if it ends the stream before the client does, with unanswered messages, even without an error.
         if refusal is None and upstream.waiting and not upstream.closed:
             refusal = gone(upstream.worker)
         self._upstream = None
@@ -369,7 +372,7 @@ class _Stream:
             self._traffic.router.move(message.choice, upstream.worker)
             message.data = b""
             upstream.expect(message, data)
-        # There was no await after the new worker was set. So later messages of the client are written after these.
+        # There was no await since `_open` set the new stream. So later messages of the client are written after these messages.
         async with upstream.writing:
             for data in datas:
                 await upstream.write(data)

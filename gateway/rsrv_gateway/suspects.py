@@ -1,10 +1,10 @@
-"""Suspect requests. A request is suspect if two workers died while they executed it, because it may be the cause.
+"""Suspect requests. If two workers died while they executed a request, the request may be the cause, so it is a suspect.
 
 A worker counts as dead if it served the model, its connection broke, and nothing listens at its port any more. A worker that was
-stopped is not dead: it answers its requests in flight, and reports in probes that it ends. A broken connection alone is no proof,
-either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so if
-the next worker also dies, the request that it executed is the suspect. Requests equal to a suspect are refused for some minutes.
-The front does the same with requests that end a runtime.
+stopped is not dead: it answers its requests in flight, and reports in probes that it is stopping. A broken connection alone does
+not prove a death either. After a death, the requests that were in flight execute one at a time on the next worker. If the next
+worker also dies, the request that it executed is the suspect. Requests equal to a suspect are refused for some minutes. The front
+does the same with requests that crash a runtime.
 """
 
 import asyncio
@@ -70,7 +70,10 @@ class Suspects:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[bool]:
-        """Wait for this request's turn. Yield True if no other request from this queue executes in the block."""
+        """Wait for this request's turn, and yield True in it. Only one request at a time has the turn.
+
+        Yield False if the turn did not come within `_TURN_S` seconds.
+        """
         alone = False
         with suppress(TimeoutError):
             async with asyncio.timeout(_TURN_S):

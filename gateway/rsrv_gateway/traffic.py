@@ -18,17 +18,17 @@ from rsrv.throttle import Throttle
 from rsrv_gateway.outcomes import Refusal, no_classes, no_worker, not_found, not_served
 from rsrv_gateway.suspects import Suspects
 
-#: Upper bounds in seconds of the intervals of durations.
+#: Upper bounds of the buckets of the histograms of durations, in seconds.
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 #: Code of a request whose client did not wait for the answer.
 CANCELLED = "CANCELLED"
-#: Seconds for which the names of a model's outputs with strings are stored.
+#: Seconds for which the cache keeps the names of a model's outputs with strings.
 _OUTPUTS_S = 1.0
-#: Maximum number of models for which these names are stored.
+#: Maximum number of entries of this cache. Each entry is for one worker, model and version.
 _OUTPUTS_MAX = 1000
-#: At first, this many errors about unknown models name a similar model. After that, only one error each second does.
+#: The first errors about unknown models, up to this number, suggest a similar name. After that, only one error per second does.
 _HINTS_MAX = 5
-#: Maximum number of workers that are asked for the state of a model that no worker serves.
+#: If no worker serves a model, at most this many workers are asked for its state.
 _ASKED_WORKERS_MAX = 3
 
 
@@ -51,7 +51,7 @@ class TrafficCounts:
 
 
 class Brain(Protocol):
-    """Notifications from a proxy to the gateway's loop, on the event loop that started the proxy."""
+    """Calls from a proxy to the gateway's loop. They run on the event loop that started the proxy."""
 
     def failed(self, worker: str) -> None:
         """Probe a worker now because a connection to it broke or could not be made.
@@ -62,8 +62,8 @@ class Brain(Protocol):
     async def refresh(self, sure: bool = False) -> None:
         """Probe all workers now, because a request names a model that is not in the table.
 
-        Return after `apply` was called with the results, or at once if the last refresh was less than a second ago. Concurrent
-        calls share one refresh. If `sure`, something has changed, so a refresh that already runs does not suffice. Never raises.
+        Return when the table contains the results, or at once if the last refresh ended less than a second ago. Concurrent calls
+        share one refresh. With `sure`, wait for a refresh that starts after this call. Never raises.
         """
 
     async def has_died(self, worker: str, model: str) -> bool:
@@ -73,7 +73,7 @@ class Brain(Protocol):
         """
 
     async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
-        """Ask a worker for the names of a model's outputs with strings. Never raises."""
+        """Ask a worker for the names of the outputs of a model that contain strings. Never raises."""
 
 
 class Traffic:
@@ -90,7 +90,7 @@ class Traffic:
         self._items = Counter[str]()
         self._failovers = Counter[str]()
         self._durations: dict[str, Histogram] = {}
-        #: Names of the outputs with strings, and the time when the worker was asked, by worker, model and version.
+        #: Cache by worker, model and version: the names of the outputs with strings, and the time when the worker was asked.
         self._strings: dict[tuple[str, str, str], tuple[frozenset[str], float]] = {}
 
     def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -103,7 +103,7 @@ class Traffic:
         return any(routes.ready for routes in self.table.values())
 
     async def find(self, model: str, items: int) -> Choice | Refusal:
-        """Choose a worker for a request although the table had none for its model. Refresh the table if the model is unknown."""
+        """Choose a worker for a request for which `Router.select` found none. Refresh the table first if the model is unknown."""
         if model not in self.table:
             await self.brain.refresh()
         return self.router.select(model, items) or self.reason_for(model)
@@ -112,10 +112,10 @@ class Traffic:
         """Return the reason why no worker can be chosen."""
         if model in self.table:
             return not_served(model)
-        # Without workers, all models are unknown, so report the missing workers instead.
+        # Report missing workers instead of an unknown model, because without workers every model is unknown.
         if not self.workers:
             return no_worker()
-        # Comparing names takes milliseconds, in which other requests wait.
+        # Limit how often names are compared, because a comparison takes milliseconds, and all other requests wait for it.
         known = () if self._hints.take("hint") is None else self.table
         return not_found(model, known)
 
@@ -150,9 +150,10 @@ class Traffic:
         return next((no_classes(model, output) for output in outputs if output in strings), None)
 
     def pin_sequence(self, choice: Choice, model: str, sequence: int | str) -> None:
-        """Move a request of a sequence to the worker of the sequence.
+        """Move a request of a sequence to the sequence's worker.
 
-        All gateways compute the same worker without communication, as long as the model does not move.
+        The worker depends only on the sequence, the model and the model's workers. So all gateways that see the same workers
+        choose the same worker.
         """
         routes = self.table.get(model)
         if routes is not None and routes.ready:
@@ -195,10 +196,10 @@ class Traffic:
 
 
 def _home(key: str, workers: Sequence[str]) -> str:
-    """Return a worker that depends only on `key`. When workers join or leave, few sequences move."""
+    """Return a worker that depends only on `key` and the set of workers. If workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
-        # The key may come from JSON, in which texts may contain surrogates.
+        # Accept surrogates, because the key may come from JSON, where texts may contain them.
         return blake2b(f"{worker}/{key}".encode(errors="surrogatepass"), digest_size=8).digest()
 
     return max(workers, key=rank)

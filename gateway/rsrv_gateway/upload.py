@@ -12,9 +12,9 @@ from rsrv_gateway.outcomes import Refusal
 
 #: A body of at most this many bytes is sent to workers in one piece, after all of it has arrived.
 SMALL_BODY_BYTES = 1 << 18
-#: Maximum number of bytes of bodies that a process keeps for failovers. Further bodies are sent to only one worker.
+#: Maximum number of bytes of bodies that a process keeps for failovers. Beyond this limit, a body is sent to only one worker.
 KEPT_MAX_BYTES = 1 << 30
-#: Pieces of fewer bytes are joined.
+#: Adjacent pieces of fewer bytes than this are joined.
 _MERGED_BYTES = 1 << 16
 _NO_MEMORY = (
     "the gateway's memory for request bodies is used up, and it must store this body to read its JSON. Send the request again "
@@ -24,14 +24,14 @@ _NO_MEMORY = (
 
 @dataclass
 class UploadBudget:
-    """Memory used by all uploads together."""
+    """Number of bytes that all uploads together keep, and its maximum."""
 
     most: int = KEPT_MAX_BYTES
     bytes: int = 0
 
 
 class UploadError(Exception):
-    """The client's body will never be complete."""
+    """The client's body cannot be received completely, or cannot be read."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
@@ -45,9 +45,9 @@ class Upload:
     def __init__(
         self, stream: StreamReader, size: int | None, most: int, keeping: UploadBudget | None = None
     ) -> None:
-        """Start an upload of `size` bytes, or of an unknown size for None. It may have up to `most` bytes. Raises UploadError.
+        """Start an upload of `size` bytes, or of an unknown size if `size` is None. The upload may have up to `most` bytes.
 
-        `keeping` is the memory budget. Without it, the upload is kept regardless of its size.
+        `keeping` is the memory budget. Without a budget, the upload is kept regardless of its size. Raises UploadError.
         """
         self._stream = stream
         #: Number of bytes, or None if unknown.
@@ -69,7 +69,7 @@ class Upload:
             raise self._too_large()
 
     async def read_ahead(self) -> AsyncGenerator[tuple[bytes, bool]]:
-        """Yield the pieces of the body from its beginning, each with True if it is the last piece. Keep the whole body.
+        """Yield the pieces of the body from its beginning, each with a flag: True for the last piece. Keep the whole body.
 
         Call this before `data`. Raises UploadError, also if the memory for bodies is used up.
         """
@@ -92,7 +92,10 @@ class Upload:
             at = self._merge(at)
 
     def _merge(self, at: int) -> int:
-        """Join small pieces before `at`, so that a body in many small pieces takes little memory. Return the new `at`."""
+        """Join small pieces before the index `at`, so that a body in many small pieces takes little memory.
+
+        Return the new index of the piece that was at `at`.
+        """
         pieces = self._pieces
         while at > 1 and len(pieces[at - 2]) <= len(pieces[at - 1]) < _MERGED_BYTES:
             pieces[at - 2 : at] = [pieces[at - 2] + pieces[at - 1]]

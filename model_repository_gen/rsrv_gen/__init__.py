@@ -1,5 +1,5 @@
-"""Bundles in, a Triton model repository out.
+"""Generator that turns bundles into a Triton model repository.
 
-`sources` finds and reads bundles. `config` and `plan` decide what a repository with them holds, without side effects. `write`
-brings a directory to that state. `cli` and `run` are the command rsrv-gen.
+`sources` finds and reads bundles. `config` and `plan` compute the contents of the repository, without side effects. `write`
+changes a directory to these contents. `cli` and `run` are the command rsrv-gen.
 """

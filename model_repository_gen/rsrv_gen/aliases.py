@@ -1,4 +1,4 @@
-"""Aliases of rsrv.yaml as models of the repository: their targets, and the errors in them. Writes nothing."""
+"""Aliases of rsrv.yaml as models of the repository: find their targets and the errors in them. This module writes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AliasRecipe:
     mode: LinkMode = "hard"
 
     def digest(self) -> str:
-        """Return "", so that the directory is compared each time. This reads a few small files."""
+        """Return "", so that the directory is compared each time. The comparison reads only a few small files."""
         return ""
 
     def plan(self) -> ModelPlan:
@@ -73,11 +73,11 @@ def plan_aliases(
     mode: LinkMode,
     written: Collection[str] = (),
 ) -> tuple[dict[str, AliasRecipe], dict[str, str]]:
-    """Return the recipes of the aliases that can be served, and the reasons why the others cannot, each by name.
+    """Return the recipes of the aliases that can be served, and the reasons why the other aliases cannot, each by name.
 
-    `good` are all valid bundles by name; `broken` are the names of the others. If an alias has the name of a bundle, the bundle
-    is served, and the reason against the alias has the key aliases.NAME. An alias in `written` keeps its earlier bundles
-    if one of them breaks. A new alias starts without the broken bundle.
+    `good` are all valid bundles by name; `broken` are the names of the broken bundles. If an alias has the name of a bundle, the
+    bundle is served, and the reason against the alias has the key aliases.NAME. `written` are the aliases that the repository
+    already has. If a target of such an alias breaks, the alias keeps its directory. A new alias starts without broken targets.
     """
     recipes, refused = {}, {}
     for name, shares in aliases.items():

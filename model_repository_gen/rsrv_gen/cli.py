@@ -1,4 +1,4 @@
-"""The command rsrv-gen: bundles in, a Triton model repository out. `--help` loads nothing else."""
+"""The command rsrv-gen, which turns bundles into a Triton model repository. `--help` does not import `rsrv_gen.run`."""
 
 import argparse
 import sys

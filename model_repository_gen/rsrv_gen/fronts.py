@@ -9,7 +9,8 @@ from pathlib import Path
 #: Versions of Triton's backend API that the native front was tested with. Releases 24.10 and 26.09 both have 1.19.
 TESTED_API = frozenset({"1.19"})
 
-#: Program that prints the version. It is a separate process, because Triton's library loads CUDA's libraries.
+#: Program that prints the version of Triton's backend API. It runs in a separate process, because Triton's library loads the
+#: libraries of CUDA.
 _ASK = """
 import ctypes, sys
 major, minor = ctypes.c_uint32(), ctypes.c_uint32()
@@ -23,7 +24,8 @@ def load_obstacle(library: Path) -> str:
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
-        # Accept missing functions of Triton. Only a tritonserver has them, and the loader reports them only if all else is well.
+        # Accept missing functions of Triton, because only a tritonserver has them. The loader reports them only if nothing else
+        # is wrong.
         if "undefined symbol: TRITON" not in str(error):
             return f"the library cannot be loaded: {error}"
     return ""
@@ -32,7 +34,8 @@ def load_obstacle(library: Path) -> str:
 def triton_obstacle(tritonserver: str | None) -> str:
     """Return why the native front should not be used with this tritonserver. Empty if its version is tested or unknown.
 
-    It is unknown on a machine without Triton. `rsrv triton install` installs a tested release, whose command is a script.
+    The version is unknown on a machine without Triton, and if the command tritonserver is the script of `rsrv triton install`.
+    That script starts a tested release.
     """
     version = backend_api(tritonserver)
     if version in {"", *TESTED_API}:

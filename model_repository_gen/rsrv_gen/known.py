@@ -1,8 +1,8 @@
-"""Notes of earlier runs about bundles and models. With them, each unchanged bundle costs only a few calls of stat.
+"""Notes of earlier runs about bundles and models. With these notes, an unchanged bundle costs only a few calls of stat.
 
-The notes are a file beside the repository. A note is valid while its bundle or model has the same signature. A bundle that changed
-within the last seconds gets no note, because a further change might leave the same times. If the file is missing or damaged, all
-bundles are read again. The file also records where each model's bundle was.
+The notes are a file beside the repository. A note is valid while its bundle or model has the same signature. A bundle that
+changed within the last seconds gets no note, because after another change its files might have the same times. If the file is
+missing or damaged, all bundles are read again. The file also records where each model's bundle was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rsrv_gen.metas import BundleFacts
 from rsrv_gen.signatures import Signature, last_change, sign
 from rsrv_gen.staging import place_beside
 
-#: Nanoseconds that the files of a bundle must be unchanged.
+#: A bundle gets a note only if its files have not changed for this many nanoseconds.
 SETTLED_NS = 2 * 10**9
 
 
@@ -51,7 +51,8 @@ class Known:
     def __init__(self, repository: Path | None = None, *, linked: bool = True) -> None:
         """Read the notes.
 
-        Without a `repository`, they last as long as the process. `linked` is True if the repository has hard links.
+        Without a `repository`, the notes last as long as the process. `linked` is True if the repository has hard links to files
+        of bundles.
         """
         self._repository = repository
         self.linked = linked
@@ -74,13 +75,13 @@ class Known:
     def learn(self, bundle: Path, signed: Signature, facts: BundleFacts) -> Signature:
         """Record the facts of a bundle that was read after it had this signature.
 
-        Return the signature, or None if the bundle has just changed, so that the signature is not reliable.
+        Return the signature, or None if it is not reliable because the bundle has just changed.
         """
         try:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
             settled = False
-        # Sign the bundle again. While it was read, a link may have led to another bundle, and it may lead back later.
+        # Sign the bundle again. Its path may be a link, which may have pointed to another bundle during the read.
         if signed is None or not settled or self.sign(bundle) != signed:
             return None
         self._notes.bundles[str(bundle)] = _device(bundle), signed, facts
@@ -108,9 +109,9 @@ class Known:
             self._changed = True
 
     def save(self, bundles: Mapping[str, Path]) -> None:
-        """Write the file if it has changed. Keep only the notes about these bundles, and the places of the repository's models.
+        """Write the notes if they have changed. Keep only notes about these bundles, and the places of the repository's models.
 
-        If that fails, this run continues, and the next run only takes longer.
+        If the write fails, this run continues, and the next run only takes longer.
         """
         if self._repository is None:
             return
@@ -128,8 +129,8 @@ class Known:
         file = _file(self._repository)
         with suppress(OSError, ValueError):  # ValueError: a path is not valid text.
             content = _FORMAT.dump_json(notes)
-            # Use a random name, because other users may be able to write to the folder. They could make a link with a name that
-            # they can guess to one of our files.
+            # Use a random name. If other users can write to the folder, and can guess the name, they could create a link with
+            # this name to one of our files.
             handle, new = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
             try:
                 with open(handle, "wb") as out:
@@ -145,7 +146,10 @@ def _file(repository: Path) -> Path:
 
 
 def _read(repository: Path) -> bytes:
-    """Return the text of the notes. Raises OSError, also if neither this user nor the repository's owner wrote them."""
+    """Return the text of the notes.
+
+    Raises OSError if they cannot be read, or if neither this user nor the owner of the repository owns the file.
+    """
     handle = os.open(_file(repository), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

@@ -13,7 +13,7 @@ from rsrv_bundle.errors import Problems
 
 @dataclass(frozen=True, slots=True)
 class BundleFacts:
-    """Facts of a bundle that the plans of other models, and of the repository, depend on."""
+    """Facts of a bundle on which the plan of the repository and the plans of other models depend."""
 
     features: frozenset[Feature]
     calls: tuple[str, ...] = ()
@@ -32,9 +32,9 @@ class BundleFacts:
 def unusable_metas(
     bundles: Mapping[str, BundleFacts], broken: Collection[str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return the problems of meta models with the models that they name, by meta model.
+    """Find meta models that name unusable models. Return the problems by meta model.
 
-    `bundles` are all valid bundles by name; `broken` are the names of the others.
+    `bundles` are all valid bundles by name; `broken` are the names of the broken bundles.
     """
     unusable = {}
     for name, bundle in bundles.items():

@@ -29,12 +29,12 @@ MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """
-#: Empty file of a model with the native front. Its time makes Triton load the model again.
+#: Empty file in the directory of a model with the native front. A newer time of this file makes Triton load the model again.
 NATIVE_MARK = f"{VERSION}/native"
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
-#: The way in which a bundle's files get into the repository. `hard` links the large files and copies the small ones. A link takes
-#: no space and survives the removal of the bundle. `copy` shares no file with the bundles.
+#: How the files of a bundle get into the repository. `hard` makes hard links to large files, and copies small files. A link takes
+#: no space, and the file remains after the bundle is removed. `copy` copies all files.
 LinkMode = Literal["hard", "copy"]
 
 
@@ -61,7 +61,7 @@ ModelPlan = Mapping[PurePosixPath, Content]
 class SourceBundle:
     """A valid bundle as it was on disk at one time.
 
-    It never equals a bundle that was found later, so its cached content is not reused.
+    Two objects are never equal, so content that is cached for one object is not used for a bundle that is found later.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class SourceBundle:
     facts: BundleFacts
     #: The bundle as read with this signature, or None if it must be read again.
     checked: Bundle | None = field(default=None, repr=False)
-    #: Argument `linked` of `sign`, for the signature.
+    #: The argument `linked` of `sign` with which the signature was computed.
     linked: bool = True
 
     def read(self) -> Bundle:
@@ -80,7 +80,7 @@ class SourceBundle:
 
 @lru_cache(maxsize=8)
 def _read_once(source: SourceBundle) -> Bundle:
-    """Read a bundle. The plan reads it first, and the verification then gets the same object."""
+    """Read a bundle. The plan reads it first. The verification of the plan then gets the same object from the cache."""
     if source.checked is not None and sign(source.path, linked=source.linked) == source.signature:
         return source.checked
     # Do not compute a digest, because that reads every weight.
@@ -95,8 +95,8 @@ class Recipe:
     """Everything that decides the contents of a model's directory."""
 
     source: SourceBundle
-    #: Callees of a meta model. With both transports, the meta model's directory contains their bundles, so that Triton loads the
-    #: meta model again when a callee changes.
+    #: Callees of a meta model. The meta model's directory contains their bundles, whatever the transport is, so that Triton loads
+    #: the meta model again when a callee changes.
     callees: Sequence[SourceBundle] = ()
     mode: LinkMode = "hard"
     #: True if only meta models can call the model.
@@ -107,7 +107,10 @@ class Recipe:
     choice: str = ""
 
     def digest(self) -> str:
-        """Return a value that changes whenever the directory would. Empty if it is unknown without reading the bundles."""
+        """Return a value that changes if the contents of the directory change.
+
+        Return an empty text if computing the value would need to read the bundles.
+        """
         made_of = (self.source, *self.callees)
         if any(bundle.signature is None for bundle in made_of):
             return ""
@@ -165,7 +168,7 @@ def plan_repository(
     front: Front = "python",
     tritonserver: str | None = None,
 ) -> RepositoryPlan:
-    """Plan the repository of these bundles, which include the callees of the metas among them.
+    """Plan the repository of these bundles. `sources` must include the callees of all meta models in it.
 
     `tritonserver` is the path of the program that will serve the repository, or None if it is not known.
 

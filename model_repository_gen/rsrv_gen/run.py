@@ -55,7 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Generator | int:
-    """Bring the repository up to date, and add to `actions`. Returns the exit status if none of the bundles is served."""
+    """Bring the repository up to date, and append the actions to `actions`.
+
+    Return the generator with its results. If nothing can be served, or an error ended the update, return the exit status.
+    """
     try:
         settings = read_settings(options.config)
         output = Path(os.path.abspath(options.output))
@@ -136,8 +139,8 @@ def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
 
 
 def _with_places(settings: Settings, options: argparse.Namespace, sources: Sources) -> Settings:
-    """Return the settings with the link mode and, unless they name them, the folders of the bundles."""
-    # A folder without bundles is more likely a typing error than a disk that is mounted later.
+    """Return the settings with the link mode of the command line, and with the bundles' folders unless the settings name some."""
+    # Leave out folders without bundles: such a folder is more likely a typing error than a disk that is mounted later.
     places = [Path(os.path.abspath(path)) for path in options.bundles if path not in sources.unusable]
     if not settings.lifecycle.bundles:
         file = options.output / SETTINGS_FILE
@@ -168,7 +171,7 @@ def recorded(file: Path) -> LifecycleSection:
 
 
 def covered(path: Path, places: Sequence[Path]) -> bool:
-    """Return whether a folder is one of the places, or a bundle in one."""
+    """Return whether a folder is one of the places, or a bundle in one of the places."""
     return path in places or path.parent in places
 
 
@@ -214,7 +217,7 @@ class _Generator:
             stays=stays,
             known=known,
         )
-        # Each of these models has an action.
+        # The plan has at most one action for each of these models, so their number is the length of the progress bar.
         names = our_models(self._repository) | sources.good.keys() | settings.aliases.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
@@ -227,7 +230,7 @@ class _Generator:
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
         name = step.name
-        if step.targets:  # Each target was verified before its aliases.
+        if step.targets:  # The targets of an alias were verified before the alias.
             if wrong := self.failed.intersection(step.targets):
                 self.failed.add(name)
                 _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")
@@ -270,8 +273,8 @@ class _Generator:
         file = self._repository / SETTINGS_FILE
         present = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
         if self._options.check and present is not None:
-            # Ignore the folders of the bundles, because they may differ from machine to machine. Only the resulting models are
-            # compared.
+            # A check compares the resulting models. Ignore the link mode and the folders of the bundles, because the folders
+            # may differ from machine to machine.
             before = recorded(file)
             settings = _with_lifecycle(settings, bundles=before.bundles, link=before.link)
         text = dump_settings(settings)

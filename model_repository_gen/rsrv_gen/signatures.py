@@ -1,4 +1,4 @@
-"""Signatures of directories. They use the file system's facts about every file, and read no file."""
+"""Signatures of directories. A signature is computed from the names, sizes, times and inodes of all files. No file is read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 
 from rsrv.native import GUARD, LIBRARY
 
-#: Files with fewer bytes are always copied, because editing a manifest in place must not change the served model.
+#: Smaller files are always copied instead of linked, because editing a manifest in place must not change the served model.
 LINK_BYTES = 2**20
-#: Errors of a file that last until it is changed, so that the bundle counts as broken.
+#: Errors of reading a file that last until the file is changed. Such a file gets an entry in the signature; after any other
+#: error, the directory has no signature.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
-#: Signature of a directory, which differs if its files differ, or None if the directory could not be read completely.
+#: Signature of a directory. Directories with different files have different signatures. None: the directory could not be read
+#: completely.
 Signature = str | None
 
 
@@ -26,12 +28,15 @@ def sign(folder: str | os.PathLike[str], *, linked: bool) -> Signature:
     """
     try:
         return signature(_files(os.fspath(folder), "", linked))
-    except (OSError, RecursionError):  # RecursionError: a thousand directories are nested.
+    except (OSError, RecursionError):  # A RecursionError means that a thousand directories are nested.
         return None
 
 
 def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
-    """Return the signature of these files, given by their relative names, sizes, mtimes and ctimes in nanoseconds, and inodes."""
+    """Return the signature of these files.
+
+    Each file is given by its relative name, its size, its mtime and ctime in nanoseconds, and its inode.
+    """
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         total.update(f"{file!r}\n".encode("utf-8", "surrogateescape"))
@@ -39,7 +44,7 @@ def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
 
 
 def last_change(folder: Path) -> int:
-    """Return the latest mtime or ctime of a directory's files, nanoseconds. Raises OSError."""
+    """Return the latest mtime or ctime of a directory's files in nanoseconds. Raises OSError."""
     return max((max(mtime, ctime) for _, _, mtime, ctime, _ in _files(str(folder), "", False)), default=0)
 
 

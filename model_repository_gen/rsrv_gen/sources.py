@@ -39,7 +39,8 @@ class Sources:
     good: dict[str, SourceBundle] = field(default_factory=dict)
     #: Reasons why a model cannot be served, by its name.
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Reasons for paths without any bundle, by path. Each reason contains the path. A part of the input is then unknown.
+    #: Reasons why paths have no bundles, by path. Each reason contains the path. If this is not empty, bundles may be missing
+    #: in `good` and `broken`.
     unusable: dict[Path, str] = field(default_factory=dict)
 
     @property
@@ -49,7 +50,7 @@ class Sources:
 
 
 def unserved_models(sources: Sources) -> list[str]:
-    """Return a line for each model in the given directories that is not a bundle. Directories that cannot be listed have none."""
+    """Return a line for each model in the given directories that is not a bundle. Skip directories that cannot be listed."""
     lines: list[str] = []
     for path in sources.given:
         if path not in sources.unusable and not (path / "manifest.yaml").is_file():
@@ -59,7 +60,7 @@ def unserved_models(sources: Sources) -> list[str]:
 
 
 def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
-    """Read every bundle below the paths that is not `known`. A path is a bundle, or a directory of bundles."""
+    """Find the bundles below the paths, and read those that are not `known`. A path is a bundle or a directory of bundles."""
     known = Known() if known is None else known
     sources = Sources(given=[*paths])
     places: dict[str, list[Path]] = {}
@@ -122,7 +123,7 @@ def _check(path: Path) -> tuple[Bundle, BundleFacts]:
 
 
 def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
-    """Return a line for each model that the settings name and that is not `known`, with the nearest known name."""
+    """Return a line for each model in the settings whose name is not `known`. The line suggests the most similar known name."""
     return [
         f"models.{name}: no bundle has this name{nearest(name, sorted(known))}"
         for name in settings.models
@@ -133,8 +134,8 @@ def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
 def verify(name: str, sources: Sources, read_signature: SignatureReader | None = None) -> None:
     """Compare the weights and modules of a good model, and of the models that it calls, with their checksums.
 
-    Only files with a checksum are read. If `read_signature` is given, the inputs, outputs and weights of the modules must also
-    match the bundle. Raises InspectorError, and BundleError if a file does not match its manifest.
+    Only files with a checksum are read. If `read_signature` is given, also check that the inputs, outputs and weights of the
+    modules match the manifest. Raises InspectorError, and BundleError if a file does not match the manifest.
     """
     for bundle in _made_of(name, sources):
         try:
@@ -151,9 +152,9 @@ def verify(name: str, sources: Sources, read_signature: SignatureReader | None =
 
 
 def read_unverified(name: str, sources: Sources) -> str:
-    """Return a digest of the weights and modules without checksums of the same bundles, or an empty text if there are none.
+    """Read the weights and modules without checksums of a model and of the models that it calls. Return their digest.
 
-    Raises BundleError if a file is gone.
+    The digest is empty if there are no such files. Raises BundleError if a file is gone.
     """
     unverified = [bundle for bundle in _made_of(name, sources) if not bundle.manifest.sha256]
     sums = [(bundle.name, checksums(bundle)) for bundle in unverified if bundle.summed_files]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rsrv_gen.plan import VERSION
 
-#: File next to a replaced version that names the version that replaced it. No model's name contains a "~".
+#: File next to a replaced version. It names the new version. No model's name contains a "~".
 _RECORD = "put~"
 
 _AT_FDCWD = -100
@@ -28,19 +28,22 @@ _RENAME_EXCHANGE = 2
 
 
 def version_of(folder: Path) -> tuple[int, int] | None:
-    """Return a value that is unique among all directories that were or will be in the model's place. None without a directory."""
+    """Return an identifier of the model's directory that no earlier or later directory of this model has.
+
+    Return None if there is no directory.
+    """
     try:
         status = (folder / VERSION).stat()
     except OSError:
         return None
-    # Neither `touch` nor an exchange with another directory changes these two.
+    # Neither `touch` nor an exchange of directories changes the inode and the ctime of the version's folder.
     return status.st_ino, status.st_ctime_ns
 
 
 class Replaced:
-    """New version of a model, and the version that it replaced. One of the two must be removed.
+    """New version of a model, and the version that it replaced. The caller must call `forget`, `undo` or `leave`.
 
-    The pair survives the process that installed it: `unfinished` finds it.
+    If the process ends before that, the next process gets this object from `unfinished`.
     """
 
     def __init__(self, repository: Path, name: str, aside: SwapFolder, version: object) -> None:
@@ -54,9 +57,10 @@ class Replaced:
         self._aside.remove()
 
     def undo(self) -> bool:
-        """Restore the replaced version, if there was one. Return False if the model has changed since the replacement.
+        """Restore the replaced version, or remove the model if it is new.
 
-        Raises OSError if that is impossible. The replaced version is kept then.
+        If the model was changed again after the replacement, leave it as it is, and return False. Raises OSError if the version
+        cannot be restored; the version then remains in the swap folder.
         """
         with locked(self._target.parent):
             ours = version_of(self._target) == self._version
@@ -74,9 +78,9 @@ class Replaced:
 
 
 def unfinished(repository: Path) -> dict[str, Replaced]:
-    """Return, by model, the replacements of processes that ended before they decided. The caller must decide now.
+    """Return, by model, the replacements that ended processes neither kept nor undid. The caller must now keep or undo them.
 
-    This waits until no rsrv-gen works on the repository.
+    This function waits until no rsrv-gen works on the repository.
     """
     repository = repository.absolute()
     with locked(repository):
@@ -95,13 +99,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class SwapFolder:
-    """Directory for versions that are not in their place, on the repository's file system.
+    """Directory for new and replaced versions of models, on the repository's file system.
 
-    It is locked while a process uses it.
+    A process that uses the directory holds its lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise OSError if another process uses it."""
+        """Lock the directory. Raise OSError if another process uses it."""
         self.path = path
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -133,7 +137,7 @@ class SwapFolder:
             new.rename(target)
 
     def remove(self) -> None:
-        # Remove the record first. With it, a partly removed version would count as a model after a crash.
+        # Remove the record first. If the record were still there after a crash, a partly removed version would be restored.
         with suppress(OSError):
             (self.path / _RECORD).unlink()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -178,11 +182,15 @@ def clear_away(repository: Path) -> list[Replaced]:
 
 
 def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
-    """Leave the choice of the version to the next server. Returns the models whose old version was removed."""
+    """Keep the old versions, so that the next server decides which version it serves.
+
+    Return the models whose old version was removed, because the swap folder is inside the repository.
+    """
     lost = []
     for put in puts:
         if place_beside(repository) == repository:
-            # If the old version were kept, no server would start, because Triton would treat it as a model that cannot be loaded.
+            # If the old version were kept here, no server would start: Triton would treat its folder as a model that cannot be
+            # loaded.
             put.forget()
             lost.append(put.name)
         else:
@@ -191,9 +199,9 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
 
 
 def _recorded(aside: Path) -> tuple[str, tuple[int, int] | None]:
-    """Return the model that replaced the version in this folder, and the model's version.
+    """Return the name and the identifier of the model that replaced the version in this folder.
 
-    The version is None if it is incomplete.
+    The identifier is None if the folder has no complete record.
     """
     try:
         name, (inode, changed) = json.loads((aside / _RECORD).read_text())

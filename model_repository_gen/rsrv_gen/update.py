@@ -27,8 +27,9 @@ from rsrv_gen.write import (
     refusal,
 )
 
-#: `foreign`: a directory that rsrv-gen did not make has the name. `internal`: no directory, because metas carry the model.
-#: `unread`: a bundle changed a moment ago, and cannot be read any more. `refused`: an alias that cannot be served.
+#: `foreign`: the model's place is taken by a directory that rsrv-gen did not make. `internal`: the model has no directory,
+#: because only meta models call it. `unread`: a bundle changed during the run, and cannot be read any more. `refused`: an
+#: alias that cannot be served.
 Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign", "unread", "refused"]
 
 
@@ -44,9 +45,9 @@ class PlannedAction:
     note: str = ""
     #: Digest of the model's recipe, for `Known`.
     recipe: str = ""
-    #: Signatures of the copied bundles by path, from before the bundles were read for the plan.
+    #: Signatures of the copied bundles by path. They were taken before the bundles were read for the plan.
     signed: Mapping[Path, Signature] = field(default_factory=dict)
-    #: Meta models that carry a model without a directory. They must be in place before its directory is removed.
+    #: Meta models that carry an internal model. They must be in place before the internal model's directory is removed.
     carriers: tuple[str, ...] = ()
     #: Targets of an alias.
     targets: tuple[str, ...] = ()
@@ -164,7 +165,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     try:
         current = is_current(folder, plan, recipe.mode)
     except OSError:
-        current = False  # The write of the directory will fail with the reason.
+        current = False  # The directory cannot be read. The attempt to replace it will report the reason.
     if current:
         known.made(folder, digest, signed)
         return PlannedAction(name, "unchanged", plan, note, digest, signed)
@@ -194,7 +195,7 @@ def _note(source: SourceBundle, metas: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The model was written. `replaced` can undo this."""
+    """The model was written. `replaced` can restore the previous version."""
 
     replaced: Replaced
 
@@ -223,7 +224,7 @@ class Later:
 
 @dataclass(frozen=True, slots=True)
 class Unsure:
-    """The model was not changed. A second reading of its bundle's files must first give the same digest as the first reading."""
+    """The model was not changed, because its files have no checksums. A second reading must give the same digest as the first."""
 
     digest: str
 
@@ -299,8 +300,8 @@ class UpdatePolicy:
 class RepositoryUpdate:
     """Writes the models of a repository that differ from their bundles below `roots`.
 
-    It removes no model, because `remove` does that after the other models have been loaded. `policy` may postpone models. Each model
-    is verified before it is written.
+    Each model is verified before it is written. `policy` may postpone models. No model is removed here: the caller calls
+    `remove` after it has loaded the other models.
     """
 
     def __init__(
@@ -415,8 +416,8 @@ class RepositoryUpdate:
 
     def _put(self, step: PlannedAction, plan: ModelPlan, made_of: Sequence[str]) -> Result:
         try:
-            # The repository is opened for each model. A large model may take minutes to copy, and while the repository is
-            # open, another rsrv-gen waits.
+            # Open the repository for each model separately. A large model may take minutes to copy, and other runs of rsrv-gen
+            # wait while the repository is open.
             with open_repository(self._repository, self._wanted.link) as writer:
                 replaced = writer.put_undoably(step.name, plan, self._policy.newer_than(step.name))
         except OSError as error:
@@ -464,7 +465,7 @@ def _touched(
 ) -> set[str]:
     """Return these models, the metas and aliases that carry one of them, and the callees of all these models.
 
-    The callees may become internal.
+    The callees are included because they may become internal.
     """
     known = {*sources.good, *our_models(repository)}
     calls = {name: {*_calls(name, sources), *carried(repository / name)} for name in known}

@@ -1,7 +1,7 @@
 """Writer of a model repository. rsrv-gen writes files only here.
 
-Triton may be running on the repository, so a model's directory changes in one step. The new directory is built in a swap folder and
-then exchanged with the old directory, which stays in the swap folder until no rollback is possible.
+Triton may be running on the repository, so a model's directory changes in one step. The new directory is built in a swap folder,
+and then exchanged with the old directory. The old directory stays in the swap folder until no rollback is possible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether rsrv-gen did not make this file or folder, and so never replaces or removes it."""
+    """Return whether this file or folder exists and was not made by rsrv-gen, which then never replaces or removes it."""
     return os.path.lexists(folder) and not is_ours(folder)
 
 
@@ -81,19 +81,19 @@ def is_alias(folder: Path) -> bool:
 
 
 _Identity = tuple[int, int, int, int]
-#: True if two shared files are equal, by their devices, inodes, sizes and times.
+#: Results of comparing the contents of two files. The keys have the device, inode, size and time of each file.
 _compared: dict[tuple[_Identity, _Identity], bool] = {}
 
 
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
     """Return whether the directory holds exactly the planned files.
 
-    Hard links are equal without being read, unless they are younger than the directory: then the file was rewritten
-    in place.
+    A hard link to the source counts as equal without being read. But if the source was modified after the directory was
+    written, it was rewritten in place, and the model must be written again.
     """
     if not is_ours(folder):
         return False
-    # The cache takes files of the same size and time for unchanged.
+    # Drop filecmp's cached results, because filecmp considers a file with the same size and time as unchanged.
     filecmp.clear_cache()
     written = (folder / CONFIG_FILE).stat().st_mtime_ns
     present: set[PurePosixPath] = set()
@@ -105,7 +105,7 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
 
 
 def _is_same(source: Path, copy: Path) -> bool:
-    """Return whether a copy has the content of its shared file. Each copy is read only once, even if many models link to it."""
+    """Return whether a copy has the same content as the shared file. A copy is read only once, even if many models link to it."""
     (original, copied) = (
         (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (source.stat(), copy.stat())
     )
@@ -129,10 +129,10 @@ def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> b
 
 
 def touch(folder: Path, later_than: int = 0) -> int:
-    """Make Triton load an unchanged model again. Returns the new time of one of its files, nanoseconds.
+    """Set the time of one of a model's files, so that Triton loads the unchanged model again. Return this time in nanoseconds.
 
-    Triton loads a model again if its newest file is newer than the newest file was at the last load. So model.py, or the mark of
-    the native front, gets a time after all of these and after `later_than`, even if the clock is behind.
+    Triton loads a model again if its newest file is newer than the newest file was at the last load. So model.py, or the file
+    that selects the native front, gets a time after those of all other files and after `later_than`, even if the clock is slow.
     """
     return _stamp(folder, max(later_than, newest(folder)))
 
@@ -149,7 +149,7 @@ def newest(folder: Path) -> int:
     times = [0]
     for parent, _, names in os.walk(folder):
         for path in (parent, *(os.path.join(parent, name) for name in names)):
-            # Another process may remove it at this moment.
+            # Another process may remove the file at this moment.
             with suppress(OSError):
                 times.append(os.stat(path).st_mtime_ns)
     return max(times)
@@ -166,7 +166,10 @@ class RepositoryWriter:
         self.lost = lost
 
     def put(self, name: str, plan: ModelPlan, holds: Callable[[], bool]) -> None:
-        """Create a model, or replace one that rsrv-gen made, if the plan `holds` when its files are copied. Raises OSError."""
+        """Create a model, or replace a model that rsrv-gen made. Raises OSError.
+
+        `holds` is called after the files were copied. If it returns False, the plan is out of date, and OSError is raised.
+        """
         try:
             self._build(self._aside, name, plan, 0)
             if not holds():
@@ -178,7 +181,10 @@ class RepositoryWriter:
             shutil.rmtree(self._aside.path / name, ignore_errors=True)
 
     def put_undoably(self, name: str, plan: ModelPlan, later_than: int) -> Replaced:
-        """Put a model, and keep the version that it replaces. The model's newest file gets a time after `later_than`, as in `touch`."""
+        """Create or replace a model, and keep the replaced version, so that the caller can restore it.
+
+        The model's newest file gets a time after `later_than`, as in `touch`.
+        """
         swap = SwapFolder.new(self._repository)
         try:
             self._build(swap, name, plan, later_than)
@@ -194,10 +200,12 @@ class RepositoryWriter:
             parent.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             self._write(file, content)
-        # Linked files keep their old times. config.pbtxt gets the time of the newest file, so that a newer file has changed since.
+        # Give config.pbtxt the time of the newest file, because linked files keep their old times. A file with a later time
+        # was then changed after the model was written.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))
-        # Check this last. Copying may take minutes, in which a foreign folder may appear, and the exchange would remove it.
+        # Check last that no foreign folder is in the model's place: one may appear during the minutes that copying takes, and
+        # the exchange would remove it.
         target = self._own(name)
         _stamp(new, max(later_than, written, newest(target)))
 
@@ -234,7 +242,10 @@ class RepositoryWriter:
                     shutil.copy(source, target)
 
     def _shared(self, source: Path) -> Path:
-        """Return the repository's copy of a file: its links have one inode, so that a library is loaded once."""
+        """Return the repository's copy of a file. Create or renew the copy if necessary.
+
+        All models link to this copy, so that a process loads a library only once.
+        """
         copy = self._repository / source.name
         if not (copy.is_file() and _is_same(source, copy)):
             new = self._aside.path / source.name

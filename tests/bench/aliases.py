@@ -2,8 +2,8 @@
 
 Run from the project's root: python -m tests.bench.aliases
 
-Two models have the same module and weights. For the latency, one client sends requests by each name in turn. For CPU and throughput, 16
-clients ask by one name after the other.
+Two models have the same module and weights. To measure the latency, one client sends requests to the names in turn. To measure
+CPU time and throughput, 16 clients send all their requests to one name for two seconds, then to the next name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.bench.places import WORK
 from tests.bench.processes import cpu_seconds, server_processes
 from tests.bench.report import spread_text, table
 
-#: Number of requests by each name for the latency. For the throughput: number of rounds, seconds of a window, and number of clients.
+#: For the latency: number of requests to each name. For the throughput: number of rounds, seconds of a window, number of clients.
 REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 3000, 5, 2.0, 16
 OTHER = "other"
 SETTINGS = f"""
@@ -50,7 +50,7 @@ def main() -> int:
     repository = models.generate("aliases", [mlp, other], SETTINGS)
     flags = ["--model-control-mode=explicit", "--load-model=*"]
     with served("aliases", repository, has_runtime=True, flags=flags) as side:
-        # With a shadow, the copy of a request still executes when the next request comes. So the latency by this name is not measured.
+        # The latency of `watched` is not measured: the shadow's copy of a request still executes when the next request arrives.
         asks = {name: asking(side, name) for name in NAMES if name != "watched"}
         p50_us = {
             name: f"{statistics.median(seconds) * 1e6:.0f}"
@@ -66,7 +66,10 @@ def main() -> int:
 
 
 def row(name: str, p50_us: dict[str, str], rates: dict[str, list[tuple[float, float]]]) -> tuple[str, ...]:
-    """Return the figures of one name. Its CPU is divided by the CPU by the model's own name in the same round."""
+    """Return the table's row for one name.
+
+    The last cell is the CPU time per answer, divided by that of the model's own name in the same round.
+    """
     rate, cpu = (statistics.median(each) for each in zip(*rates[name], strict=True))
     times = Spread.of(used / own for (_, used), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
     return name, p50_us.get(name, "-"), f"{rate:.0f}", f"{cpu * 1e6:.0f}", spread_text(times)
@@ -90,7 +93,7 @@ def under_load(side: Side, name: str) -> tuple[float, float]:
 
 
 def changes(side: Side) -> str:
-    """Move an alias between two models under load. Return the time of a change, and how many requests failed."""
+    """Move an alias between two models under load. Return a text with the median time and the number of failed requests."""
     stop, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
     threads = load(side, "one", stop, counts, failures)
     seconds = []
@@ -109,7 +112,10 @@ def changes(side: Side) -> str:
 def load(
     side: Side, name: str, stop: threading.Event, counts: list[int], failures: list[str]
 ) -> list[threading.Thread]:
-    """Start clients that ask until `stop` is set, and return their threads."""
+    """Start clients that send requests until `stop` is set, and return their threads.
+
+    Each client counts its answers in its element of `counts`. The errors are appended to `failures`.
+    """
 
     def work(client: int) -> None:
         ask = asking(side, name)

@@ -19,7 +19,7 @@ from tests.bench.places import WORK
 
 @contextmanager
 def bare_runtime() -> Iterator[tuple[Path, int]]:
-    """Start a runtime for this process as its server. Yield the runtime's socket and pid."""
+    """Start a runtime that treats this process as its server. Yield the runtime's socket and pid."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RSRV_RUNTIME_DIR"] = folder
         directory = runtime_directory(os.getpid(), "0")

@@ -20,7 +20,7 @@ from tests.bench.report import table
 from tests.bench.status import model_status
 from tests.status import read_status
 
-#: Threads with less CPU time per request than this share one line. Unit: microseconds.
+#: Microseconds of CPU time per request. Threads with less CPU time are added up in one line.
 _LEAST_US = 4.0
 _FUNCTIONS = 20
 

@@ -3,9 +3,9 @@
     python -m tests.bench.control                 # 1,000 models
     python -m tests.bench.control --models 5000
 
-This process plays the runtime. In each second of the second measurement, a thousand models answer a request, and their weights
-are loaded or evicted. Every fourth model is removed and built again. If a busy machine gives the control process too little CPU
-time for these changes, the runtime waits for it.
+This process acts as a fake runtime. During the second measurement, it reports a thousand changes per second: a model answers a
+request, and its weights are loaded or evicted. In every fourth change, the model is removed and built again instead. If a busy
+machine gives the control process too little CPU time for these changes, the fake runtime waits for it.
 """
 
 from __future__ import annotations

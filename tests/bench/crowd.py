@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 OK, WRONG = "OK", "WRONG"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-#: Seconds that a request may take, and seconds for which a client pauses at least after a failure.
+#: Time limit of a request, and shortest pause of a client after a failed request. Both are seconds.
 _DEADLINE, _PAUSE = 20.0, 0.01
 
 
@@ -102,7 +102,7 @@ class Requests:
 
 @dataclass
 class Asking:
-    """Running clients. After the end of `asking`, `requests` has their requests."""
+    """The clients that `asking` runs. After the end of its block, `requests` has the outcomes of their requests."""
 
     process: subprocess.Popen[str]
     requests: Requests | None = None
@@ -187,7 +187,7 @@ class _Crowd:
         return [record for client in by_client for record in client]
 
     def _call(self, number: int) -> Any:
-        # Without a different option, all channels would share one connection.
+        # Channels with equal options share one connection. The number makes the options of each channel different.
         channel = grpc.aio.insecure_channel(self._url, options=[("rsrv.client", number)])
         return channel.unary_unary(_METHOD)
 

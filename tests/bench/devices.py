@@ -3,7 +3,7 @@
 Run from the project's root: python -m tests.bench.devices
 
 Two CPU devices represent two GPUs. For the latency, one client asks the servers alternately, so that other work on the machine
-affects both. For the throughput, an execution has one request and sleeps until it has lasted 8 ms, and 16 clients ask.
+affects both. For the throughput, 16 clients send requests. An execution has one request, and sleeps until it has lasted 8 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.bench.processes import STUB, memory, server_processes
 from tests.bench.verify import verify
 from tests.status import read_status
 
-#: Number of requests to each server for the latency. For the throughput: number of rounds, seconds of a window, and number of clients.
+#: For the latency: number of requests to each server. For the throughput: number of rounds, seconds of a window, number of
+#: clients.
 REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 4000, 5, 3.0, 16
 SIDES = {"one": "[cpu]", "two": "[cpu, cpu]"}
 CASE = replace(models.mlp_case(models.MLP), most_rows=1)

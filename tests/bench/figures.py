@@ -29,10 +29,10 @@ class Sample:
     device_batch: float | None
     #: Number of the runtime's executions by compiled size.
     sizes: Mapping[int, int]
-    #: Share of the time in which the runtime's device executed.
+    #: Share of the window during which the runtime's device executed.
     busy: float | None
     steal_cpus: float
-    #: CPUs that processes other than the server's and the clients' used.
+    #: Number of CPUs used by processes that belong neither to the server nor to the clients.
     other_cpus: float
 
 
@@ -126,7 +126,7 @@ class Target:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def verdict(self) -> str:
-        """Return `pass`, or the distance from the limit in percent of it."""
+        """Return `pass`, or by how many percent of the limit the figure misses the limit."""
         if self.reached:
             return "pass"
         return f"falls short by {abs(self.value - self.limit) / self.limit:.0%}"

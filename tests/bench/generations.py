@@ -70,7 +70,7 @@ def _measure(path: Path, bundles: Path) -> None:
     busy = _measure_requests(image)
     stop.set()
     beside.join()
-    # With equal weights, a client without pauses has a fair share of half of the time.
+    # Both models have the same weight, and their clients do not pause. So the fair share of each is half of the device's time.
     for name, at in (("p50", 0.5), ("p99", 0.99)):
         alone, loaded = (took[int(at * len(took))] for took in (quiet, busy))
         print(

@@ -130,7 +130,7 @@ def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clien
 
 
 def asking(side: Side, model: str) -> Callable[[], object]:
-    """Return a function that sends a request of one row to one of the mlps. Its connection is its own."""
+    """Return a function that sends a request of one row to one of the mlps. Each such function has a separate connection."""
     client = triton.InferenceServerClient(side.server.grpc_url)
     tensor = triton.InferInput("x", [1, 256], "FP32")
     tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
@@ -138,7 +138,7 @@ def asking(side: Side, model: str) -> Callable[[], object]:
 
 
 def in_turns(asks: Mapping[str, Callable[[], object]], requests: int) -> dict[str, list[float]]:
-    """Return the seconds of `requests` requests of each kind. Kinds take turns, after a warm-up."""
+    """Call each function of `asks` `requests` times, in turns and after a warm-up. Return the seconds of all calls by name."""
     times: dict[str, list[float]] = {name: [] for name in asks}
     for number in range(-_WARM_UP, requests):
         for name, ask in list(asks.items())[:: 1 if number % 2 else -1]:

@@ -32,12 +32,12 @@ WIDTH = 256
 
 #: Names of example bundles: the meta model, and its callees.
 DETECTOR = ("detector", "detector_backbone", "detector_head")
-#: Number of concurrent runs of the detector by hand. It is the default of scheduler.meta_concurrency, which rsrv uses.
+#: Number of concurrent runs of the detector that is written by hand. It equals the default of scheduler.meta_concurrency in rsrv.
 _AT_A_TIME = 2
 _EXAMPLES = ROOT / "build" / "bundles"
 
 CHAIN = "chain"
-#: A model of the chain that clients can also call. Such a call is one of a chain's three calls.
+#: The chain's first model. Clients can also call it directly, which shows the cost of one of the chain's three calls.
 ONE_CALL = STAGES[0]
 _CHAIN = f"""
 def run(inputs, call):
@@ -143,7 +143,7 @@ def repository(transport: str) -> Path:
 
 
 def plain_repository() -> Path:
-    """Make a repository with the chain and the detector by hand. Their callees compute with jax, each in a separate process."""
+    """Make a repository with a chain and a detector written by hand. Each callee computes with jax in its own process."""
     environment = plain_env.ensure()
     folder = WORK / "metas-plain"
     shutil.rmtree(folder, ignore_errors=True)

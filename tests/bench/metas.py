@@ -1,4 +1,4 @@
-"""The part `metas`: calls between models. They go directly to the runtime, through Triton, or are written by hand."""
+"""The part `metas`: meta models that call the runtime directly or through Triton, and the same models written by hand."""
 
 from __future__ import annotations
 
@@ -193,10 +193,10 @@ def relay_summary(rounds: Rounds, copying: float) -> list[str]:
 def copies(
     rounds: Rounds, name: str, small: Relay, large: Relay, copying: float, roles: Sequence[str]
 ) -> list[float]:
-    """Return, for each round, the CPU time of the large tensor in these processes, in multiples of a copy.
+    """Return, for each round, how many copies of the large tensor would need the CPU time that these processes spend on it.
 
-    It is the CPU time in addition to a request with the small tensor. The same difference for a tensor that stays on the device
-    is subtracted. A copy takes `copying` microseconds.
+    The CPU time for the tensor is the CPU time of a request with the large tensor, minus that of a request with the small one.
+    The same difference for requests whose tensor stays on the device is subtracted. One copy takes `copying` microseconds.
     """
 
     def used(name: str, relay: Relay) -> dict[int, float]:

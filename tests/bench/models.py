@@ -187,7 +187,7 @@ def _export_images(folder: Path) -> None:
 
 def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
     """Make a model repository with rsrv-gen and these settings. Its output is shown only if it fails."""
-    native_front.ensure()  # Without the guard, Triton does not batch requests.
+    native_front.ensure()  # Without this library, Triton does not batch requests.
     repository = WORK / name
     config = WORK / f"{name}.yaml"
     config.write_text(settings)

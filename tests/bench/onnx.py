@@ -3,8 +3,8 @@
     python -m tests.bench.onnx     # less than five minutes, and the time of the first export
 
 The local tritonserver has no backend for onnxruntime, so the other side is a Python-backend model that calls onnxruntime
-(plain_onnx.py). It has a thread for each core, Triton's dynamic batcher, and the same largest batch. Both sides must give
-onnxruntime's answers in this process, while their requests share executions.
+(plain_onnx.py). This model has a thread for each core, Triton's dynamic batcher, and the same largest batch. Before the
+measurement, concurrent requests check that the answers of both sides equal those of onnxruntime in this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, whose executions take a stated time without using a CPU.
 
-It represents an accelerator that works concurrently with the CPU. jax computes the answer. An execution ends
-RSRV_BENCH_EXECUTION_MS, and RSRV_BENCH_ROW_MS for each row, after its launch or after the end of the previous execution,
-whichever is later. Each compilation takes RSRV_BENCH_COMPILE_MS longer.
+It represents an accelerator that works concurrently with the CPU. jax computes the answer. An execution starts at its launch
+or at the end of the previous execution, whichever is later. It takes RSRV_BENCH_EXECUTION_MS, plus RSRV_BENCH_ROW_MS for each
+row. Each compilation takes RSRV_BENCH_COMPILE_MS longer.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:
 
 
 def busy(rounds: int, window_s: float) -> list[Sample]:
-    """Measure how busy the device is with large inputs. The stub's ways to answer and the native front take turns."""
+    """Measure how busy the device is with large inputs: in turns, with each value of IN_PLACE_MS and with the native front."""
     samples = []
     with contextlib.ExitStack() as servers:
         sides = []

@@ -17,7 +17,10 @@ SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
 
 
 def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
-    """Return the roles of the server, its stubs and its runtime by pid. The runtime is not a child, so its status gives its pid."""
+    """Return the roles of the server, its stubs and its runtime, by pid.
+
+    The runtime is not a child of the server, so its pid is read from the runtime's status.
+    """
     roles = {server_pid: SERVER}
     for child in psutil.Process(server_pid).children(recursive=True):
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):
@@ -30,8 +33,8 @@ def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
 def cpu_seconds(pid: int) -> float:
     """Return the user and system time of a process with all its threads, including the ended ones.
 
-    The value is utime + stime of /proc/PID/stat, but with a resolution of nanoseconds and not of 10 ms. It comes from the
-    kernel's CPU clock of the process, whose number is made of the process id, as clock_getcpuclockid does.
+    The value is utime + stime of /proc/PID/stat, but with a resolution of nanoseconds and not of 10 ms. It is read from the
+    process's CPU clock. The clock's number is computed from the process id, as in clock_getcpuclockid.
     """
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -57,7 +60,7 @@ class Memory:
 
     pss: float = 0.0
     uss: float = 0.0
-    #: Memory that no file backs. The first process of a kind counts shared pages of files as its own, and this value avoids that.
+    #: Memory that no file backs. Unlike USS, it does not count pages of files, which are unique in the only process of a kind.
     anonymous: float = 0.0
 
     def __add__(self, other: Memory) -> Memory:

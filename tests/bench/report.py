@@ -105,7 +105,7 @@ def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
 
 
 def targets_table(targets: Sequence[Target]) -> str:
-    """Return a table of the targets, with whether each was reached."""
+    """Return a table that shows each target, and whether it was reached."""
     rows = [
         [t.name, f"{t.value:.2f}", f"{'>=' if t.at_least else '<='} {t.limit:.2f}", t.verdict()]
         for t in targets

@@ -143,8 +143,8 @@ def _memory(plan: Plan) -> Part:
     for side in (RSRV, NATIVE, PLAIN):
         one, two, many = (by_case[side, count] for count in (1, 2, plan.models))
         added[side] = {
-            # The difference starts at two models. A server's only stub counts the pages of its libraries' files as unique, and with a
-            # second stub they are shared.
+            # Compare with two models, not with one. In a server's only stub, the pages of library files are unique and count as
+            # USS. With a second stub, the stubs share these pages.
             "uss": per_added_model(two.total.uss, many.total.uss, plan.models - 2),
             "uss from the first": per_added_model(one.total.uss, many.total.uss, plan.models - 1),
             "anonymous": per_added_model(one.total.anonymous, many.total.anonymous, plan.models - 1),

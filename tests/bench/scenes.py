@@ -18,7 +18,7 @@ from tests.bench.places import WORK
 DETECTOR = "detector"
 #: Number of images. Requests use them in turn.
 _IMAGES = 32
-#: Largest differences of boxes (in pixels) and of scores. Two versions of jax compute them.
+#: Largest allowed differences of boxes (in pixels) and of scores. rsrv and the plain model use different versions of jax.
 _TOLERANCE = {"boxes": 0.05, "scores": 1e-3}
 
 Answer = Mapping[str, Array]

@@ -126,7 +126,7 @@ def _more_than_slots(client: SequenceClient) -> None:
 
 
 def _short_ones(client: SequenceClient, path: Path, bundle: Path, pid: int) -> None:
-    """Start and end sequences. The connections of some close before their end. Print the memory before and after."""
+    """Start and end sequences. Some connections close before their sequences have ended. Print the memory before and after."""
     before = private_bytes(pid) / 1e6
     for first in range(1, _SHORT + 1, 100):
         other = SequenceClient(greet(connect(path)), bundle)

@@ -5,7 +5,7 @@
 
 In each round, all models but one are cold. One cold model is asked alone, and then all others at the same time, while requests to
 the warm model are timed. The executables are in the compilation cache, and this server has started each model before. The warm
-model is also timed during two busy loops with the priority of starts, which show the cost of two threads of any program.
+model is also timed while two busy loops run with the priority of starts. This shows the effect of any program with two threads.
 """
 
 from __future__ import annotations

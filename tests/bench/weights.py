@@ -44,9 +44,9 @@ class Plan:
     bytes: int = 8 * MIB
     #: Bytes of weights that may be on the device at the same time.
     budget: int = 64 * MIB
-    #: Types of weights. Each has another server with the same budget.
+    #: Narrower types of weights. For each type, a further server with the same budget is measured.
     narrow: tuple[str, ...] = ()
-    #: Exponent of Zipf's law. It says how uneven the popularity is.
+    #: Exponent of Zipf's law. A larger exponent makes the models' popularity more uneven.
     exponent: float = 1.1
     clients: int = 32
     rounds: int = 7

@@ -41,7 +41,7 @@ def _fragile(out_dir: Path) -> None:
     """Write a model that returns three times its input, f32 [n, 4]. If an element is BREAKS or more, the execution fails on the device."""
 
     def fail(x: jax.Array) -> Any:
-        # A library's routine gets elements of a type that it does not take. It reports this when it is executed.
+        # A LAPACK routine gets elements of a type that it does not support, and reports an error when it is executed.
         result = jax.ShapeDtypeStruct(x.shape, np.int32), jax.ShapeDtypeStruct((), np.int32)
         call = jax.ffi.ffi_call("lapack_spotrf_ffi", result)
         factor, _ = call(jax.lax.bitcast_convert_type(x, np.int32), uplo=np.uint8(ord("L")))
@@ -91,7 +91,7 @@ def postprocess(outputs):
 
 
 def _moody(out_dir: Path) -> None:
-    """Write a model that returns twice its input plus one, f32 [n, 4], unless a hook gets a mood."""
+    """Write a model that returns twice its input plus one, f32 [n, 4]. A request with one of the MOODS makes a hook misbehave."""
     export_bundle(
         lambda params, x: {"y": 2 * x},
         {},
@@ -108,7 +108,7 @@ def _heavy(out_dir: Path) -> None:
 
 
 def _light(out_dir: Path) -> None:
-    """Write a model that looks up its weights at the indices of its input, i32 [n, 4]. Its weights are read at once."""
+    """Write a model that looks up its weights at the indices of its input, i32 [n, 4]. Its weights are quick to read."""
     _lookup(out_dir, LIGHT, LIGHT_FACTORS[out_dir.name])
 
 
@@ -129,7 +129,10 @@ def _item(out_dir: Path) -> None:
 
 
 def put_item(folder: Path, number: int, *, factor_of: int | None = None) -> Path:
-    """Put a model of the catalogue into the folder, and replace an earlier one. `factor_of`: a model whose weights it gets instead."""
+    """Put a model of the catalogue into the folder, and replace an earlier one.
+
+    `factor_of`: the number of another model whose weights this model gets.
+    """
     name = item_name(number)
     weights = np.arange(ITEM, dtype=np.uint32) * np.uint32(
         item_factor(number if factor_of is None else factor_of)

@@ -1,6 +1,7 @@
 """Faults on a catalogue of lazy models. Clients ask them by Zipf's law, and limits of memory and time make them cold again.
 
-Everything but a broken bundle is answered right: requests wait for starts, and no limit causes an error.
+Only requests for deleted bundles are refused. All other requests wait until their models have started, and no limit causes an
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _DELETED, _DELETED_STARTING, _CHANGED, _CHANGED_STARTING = range(ITEMS, ITEMS + 
 _HASTE_S = 0.05
 #: Time limit in seconds of a start that compiles, on a busy machine and after other starts.
 _PATIENCE_S = 90.0
-#: Share of the time after which memory must not grow further.
+#: Memory may grow during this share of the run, and must not grow afterwards.
 _GROWN = 0.3
 
 
@@ -114,7 +115,7 @@ class BundlesChange(_Catalogue):
             self._change(house, number, number)
 
     def _change(self, house: House, number: int, like: int = 0) -> None:
-        """Ask until the changed bundle answers. It has the same weights as the item `like`."""
+        """Send requests until the item `number` answers with the weights of the item `like`."""
         try:
             wait_until(
                 lambda: self._ask(house, number, like) == RIGHT, 30, what="answers of the changed bundle"

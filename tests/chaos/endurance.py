@@ -25,10 +25,10 @@ from tests.chaos.house import CROWD, House
 from tests.chaos.load import Load, clients
 from tests.waiting import wait_until
 
-#: Time limits in seconds: for all models to answer again, and for a spare to start. On a quiet server, a spare starts 30 s after the end
-#: of the previous spare.
+#: Time limits in seconds: for all models to answer again, and for a spare runtime to start. On a quiet server, a spare runtime
+#: starts 30 s after the end of the previous one.
 _PATIENCE, _SPARE_PATIENCE = 60.0, 90.0
-#: Longest pause in seconds between the models' return and the next kill. In some pauses a spare starts, and in others it does not.
+#: Longest pause in seconds before the next kill, after all models have answered. A spare runtime starts in some of the pauses.
 _LONGEST_PAUSE = 6.0
 #: Growth of a process that may be chance: a share of its earlier use, plus megabytes or descriptors.
 _PART, _MARGIN_MB, _MARGIN_DESCRIPTORS = 0.1, 32, 8
@@ -44,7 +44,7 @@ class Death(NamedTuple):
 class Return(NamedTuple):
     """Seconds from a death to the first right answer to a later request, and to right answers of all models.
 
-    `longest` is the longest time that a request took which ended after the death and before the next one.
+    `longest` is the longest time of a request that ended between this death and the next one.
     """
 
     first: float
@@ -185,7 +185,7 @@ class _Deaths(Fault):
         return cls(minutes, seed)
 
     def ways(self, load: Load) -> Iterator[str]:
-        """Yield the way of each death at the time of the death."""
+        """Wait until each death is due, and then yield its kind, which is a key of _WAYS."""
         raise NotImplementedError
 
     def strike(self, house: House, load: Load) -> float:
@@ -195,7 +195,7 @@ class _Deaths(Fault):
                 # The first runtime may have compiled models. Later ones do not compile.
                 self.wait_back(load)
                 self._before = usage(house)
-            # Models do not cause these crashes. So no model may be refused because of the record of deaths.
+            # Models do not cause these deaths. Delete the record of deaths, so that no model is refused because of them.
             (house.runtime_folder() / DEATHS).unlink(missing_ok=True)
             self._deaths.append(Death(way, time.monotonic()))
             print(f"{self._deaths[-1].at - began:8.1f} s: {way}, death {len(self._deaths)}", flush=True)

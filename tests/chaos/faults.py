@@ -32,7 +32,7 @@ from tests.waiting import wait_until
 
 #: What Triton 24.10 does with requests in a stub that dies.
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
-#: What Triton 24.10 does with answers of a stub that it has given up and that continues.
+#: What Triton 24.10 does when it has given up a stub, and the stub continues and still answers.
 LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
 
 #: Clients of the models that are asked during every fault. A fault may name some of these models as its victims.
@@ -342,7 +342,7 @@ class FullSharedMemory(Fault):
     expected = Expected({"bulky"})
 
     def __init__(self) -> None:
-        #: Error of loading another model during the fault, or empty.
+        #: Triton's error when another model was loaded during the fault, or empty.
         self._said = ""
 
     def prepare(self, house: House) -> None:
@@ -582,7 +582,7 @@ class _Loading:
         self._known = set(house.disk.iterdir())
 
     def begin(self, house: House) -> None:
-        """Begin the load. Return when one of the model's modules is compiled, and others are not."""
+        """Begin the load. Return when the first of the model's modules is compiled, and the others are not compiled yet."""
         mark = house.log_mark()
         house.add(self._model)
 

@@ -55,8 +55,8 @@ class Expected:
     excuse: str = ""
     #: Models whose requests may get each other's answers, with the reasons.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
-    #: If true, only requests in flight and, for each model, the requests of its next execute() may fail. Only requests that are sent
-    #: before a front notices that the runtime is silent may wait longer than LATE_S.
+    #: If true, only requests in flight, and one further request of each model, may fail. A request may take longer than LATE_S
+    #: only if it is sent before the fronts notice that the runtime is silent.
     in_flight: bool = False
 
     def harms(self, model: str) -> bool:
@@ -81,13 +81,13 @@ class Row:
     before: Sequence[float]
     #: Seconds that the bystanders' right answers took after the fault.
     during: Sequence[float]
-    #: Longest wait in seconds, from the fault or from a later request until its answer or its error.
+    #: Longest time in seconds until an answer or an error. It starts at the fault, or at the request if that was sent later.
     slowest: float
     #: Seconds from the removal of the cause until the victims answered right and had no later error, or inf.
     victims_back: float
     #: The same time for the bystanders.
     bystanders_back: float
-    #: Seconds from the fault until the health service reported it. None: it has nothing to report.
+    #: Seconds from the fault until the health service reported it, or None for a fault that it need not report.
     told: float | None
     #: Violations.
     problems: Sequence[str]

@@ -23,7 +23,7 @@ class Told:
         self._said.append((time.monotonic(), serving))
 
     def seconds_until(self, serving: bool, since: float) -> float:
-        """Return the seconds from `since` to the first report of this state, or inf if there is none."""
+        """Return the seconds from `since` to the first later report of this state, or inf if there is no such report."""
         return next((at - since for at, reported in self._said if at >= since and reported is serving), inf)
 
 

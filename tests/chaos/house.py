@@ -117,7 +117,7 @@ def clock_library() -> Path:
 
 
 class _HousedServer(TritonServer):
-    """A tritonserver. `inside` is a command that runs the server's command, which are its last arguments."""
+    """A tritonserver that another command starts. `inside` is this command. The server's command is appended to its arguments."""
 
     def __init__(self, *arguments: Any, inside: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -397,7 +397,7 @@ class House:
         shutil.rmtree(self.bundles / model, ignore_errors=True)
         if self.alive and self.ready(model):
             self.unload_model(model)
-            # Triton's answer comes before the end of the stub. Before that end, the runtime still has the model.
+            # Triton answers before the stub has ended. Until the stub has ended, the runtime still has the model.
             wait_until(lambda: self._lacks(model), what=f"the runtime to let go of {model}")
         shutil.rmtree(self.gen / model, ignore_errors=True)
 
@@ -436,7 +436,7 @@ class House:
     def strike(
         self, load: Load, model: str, question: Question, *, wait: bool = False, patience: float = PATIENCE
     ) -> float:
-        """Send a request in addition to the load. It is judged with the load. Return the time of sending."""
+        """Send a request in addition to the load. Its record is added to the load's records. Return the time of sending."""
         sent = time.monotonic()
 
         def send() -> None:
@@ -479,7 +479,7 @@ def houses() -> Iterator[Callable[[Kind], House]]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for this process and its servers during the block. Tests also need the folder of the runtimes."""
+    """Set an environment variable during the block: for the servers, and for this process, which reads it as they do."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

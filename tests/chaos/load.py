@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 #: Seconds that a client waits for an answer.
 PATIENCE = 15.0
 _LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
-#: Names of Triton's codes, by the number that HTTP has for them.
+#: Names of Triton's error codes, by HTTP status.
 _CODES = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL", "503": "UNAVAILABLE"}
 
 
@@ -224,7 +224,7 @@ class Load:
         self._beside.append(thread)
 
     def note(self, record: Record) -> None:
-        """Add the record of a request that is not from the load. It is judged with the load."""
+        """Add the record of a request that the load did not send, so that the request is judged with the load."""
         self.records.append(record)
 
     def wait_warm(self) -> None:

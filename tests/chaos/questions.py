@@ -49,7 +49,7 @@ _FIRST_MOOD = 1000.0
 
 
 def mood(name: str) -> Question:
-    """Return a request to `moody` whose preprocess hook does this."""
+    """Return a request that makes the preprocess hook of `moody` do the action `name` of MOODS."""
     x = np.zeros((1, 4), np.float32)
     x[0, 0] = _FIRST_MOOD + MOODS.index(name)
     return Question({"x": x}, {})

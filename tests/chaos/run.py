@@ -60,7 +60,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
                 raise
         died = not house.alive
         if died:
-            # All models are harmed by this. In production, Triton's supervisor starts it again.
+            # The death of tritonserver harms all models. In production, its supervisor starts it again.
             expected = replace(expected, victims=None)
             if crashed_by_a_cancellation(house.server):
                 notes.append(
@@ -96,7 +96,7 @@ def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: 
     """Wait until all models have answered right for a while, the time is over, or the server is dead."""
     well_since: float | None = None
     while house.alive and (now := time.monotonic()) < relief + fault.patience:
-        # A model that does not answer is not well either.
+        # `right_since` also lacks a model that has not answered in the last `pace.settled` seconds.
         if not clients.right_since(max(relief, now - pace.settled)) >= clients.models:
             well_since = None
         elif well_since is None:

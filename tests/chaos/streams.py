@@ -24,14 +24,17 @@ from tests.waiting import wait_until
 
 #: Number of tokens in an answer that is not read at first, and size of the buffers in the clients' kernels.
 _UNREAD_TOKENS, _BUFFER_BYTES = 2000, 4096
-#: Number of sequences that the model of sums has slots for, and number of clients in addition to these.
+#: Number of slots for sequences in the model of sums, and number of further sequences that wait for a slot.
 _SLOTS, _FURTHER = 64, 8
-#: Number of sequences that end at a death of the runtime.
+#: Number of sequences that a death of the runtime ends.
 _LIVE = 20
 
 
 class _WithState(Fault):
-    """The model is not unloaded after the fault. Triton 24.10 may never unload a model if a client cancelled a gRPC stream at its end."""
+    """A fault on a model with state. `tidy` does not unload the model.
+
+    Triton 24.10 may never unload a model if a client cancelled a gRPC stream at its end.
+    """
 
     expected = Expected(())
     model: ClassVar[str]
@@ -71,7 +74,7 @@ class StreamsUnread(_Streams):
                 held.enter_context(Stream(house.server, self.model, buffer_bytes=_BUFFER_BYTES, **fields))
                 for _ in range(4)
             ]
-            # There is one slot. So each answer has been made completely, and is unread, before the next one begins.
+            # The model has one slot. So each answer is generated completely before the next one begins, although nobody reads it.
             texts = [next(iter(stream))["text_output"] for stream in streams]
             self._beside = generate(house.server, self.model, text_input="a", max_tokens=5)
             for number, stream in enumerate(streams):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-#: Models that take time execute rounds. A round is x <- FACTOR x + SUMMAND, in 32 bits.
+#: Some models take time because they execute many rounds. A round is x <- FACTOR x + SUMMAND, in 32 bits.
 FACTOR, SUMMAND = 1664525, 1013904223
 #: Number of rounds in one step. A step takes some tenths of a millisecond.
 ROUNDS = 20_000

@@ -102,7 +102,7 @@ def _steady(out_dir: Path) -> None:
 
 # --- element types and axes ---------------------------------------------------------------------------------------
 
-#: Types of NumPy by the token of the bundle format, for the types that clients can send.
+#: NumPy's types by their names in the bundle format. Clients can send tensors of these types.
 DTYPES: Mapping[str, Any] = {
     "bool": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,

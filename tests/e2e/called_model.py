@@ -28,7 +28,7 @@ class TritonPythonModel:
         self._most = 0
 
     def execute(self, requests: list[Any]) -> None:
-        """Send each answer from a thread of its own, which is more difficult for callers than an answer from here."""
+        """Send each answer from a separate thread. An answer from this thread would be an easier case for callers."""
         for request in requests:
             what = int(self._pb.get_input_tensor_by_name(request, "what").as_numpy()[0])
             x = self._pb.get_input_tensor_by_name(request, "x").as_numpy()

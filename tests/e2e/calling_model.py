@@ -20,7 +20,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
-#: Limits of a call in seconds: of a call by the model `hasty`, and of a call by another model.
+#: Time limits of a call in seconds: for calls by the model `hasty`, and for calls by all other models.
 HASTY, TIMEOUT = 2.0, 120.0
 TOKENS = [token for token in NUMPY if not token.startswith("f8")]
 

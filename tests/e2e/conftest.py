@@ -53,7 +53,7 @@ def example_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pipeline_bundles() -> Path:
-    """The folder of the detector and the text pipeline, for long tests. The first call trains the detector."""
+    """The folder of the detector and the text pipeline, for long tests. Building the detector includes its training."""
     return examples.ensure((*DETECTOR, *MINILM))
 
 

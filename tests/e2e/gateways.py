@@ -87,7 +87,7 @@ _BODIES = {
         numbers = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] for request in requests]
         return [pb_utils.InferenceResponse(error=error(texts[n], codes[n])) for n in numbers]
 """,
-    # The model waits until the client has gone, and then creates a file.
+    # The model creates a file, waits until the request is cancelled, and then creates another file.
     "waiting": """
         for request in requests:
             threading.Thread(target=self.wait, args=(request, request.get_response_sender())).start()

@@ -34,7 +34,7 @@ CLIENTS = 4
 
 @contextmanager
 def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
-    """Start a server with these models. Before any request, yield the server and the URL of its live page."""
+    """Start a server with MODELS. Before any request, yield the server and the URL of its live page."""
     (port,) = free_ports(1)
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)

@@ -121,7 +121,7 @@ def ensure_brief() -> Path:
 
 
 def told(prompt: bytes, tokens: int) -> str:
-    """Return the expected answer of a storyteller, without a last character that the limit cuts."""
+    """Return the expected answer of a storyteller. If the limit of tokens cuts the last character, the answer lacks it."""
     whole = STORY.encode() * (2 + tokens // len(STORY))
     at = len(prompt) % len(STORY.encode())
     return whole[at : at + tokens].decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")

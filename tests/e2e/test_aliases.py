@@ -97,7 +97,10 @@ def test_the_others_answer_for_a_model_that_does_not_load(
 def test_a_shadow_that_answers_otherwise_is_counted(
     server: RunningTriton, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clients get the answers of the other model. The metrics count each answer of the shadow that differs."""
+    """The shadow of an alias answers differently from the alias's model.
+
+    Clients get only the answers of the model, and the metrics count each answer of the shadow that differs.
+    """
     life = Living(server)
     assert rsrv.main(["alias", "watched", "v1", "v2=shadow", "--server", str(server.http_port)]) == 0
     assert "watched: v1 100%, v2 shadow" in capsys.readouterr().out

@@ -32,7 +32,7 @@ from tests.e2e.calls import (
 from tests.e2e.harness import RunningTriton
 from tests.status import read_status
 
-#: Tolerance relative to an output's largest magnitude. It allows for another order in sums of some hundred f32 terms.
+#: Tolerance relative to an output's largest magnitude. Sums of some hundred f32 terms may be computed in another order.
 TOLERANCE = 1e-5
 
 

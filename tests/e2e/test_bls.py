@@ -226,7 +226,7 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
 def test_the_status_of_a_model_of_ours_comes_through(server: RunningTriton, status: Status) -> None:
-    """A caller gets the status of a callee with rsrv's tag from this tag, because Triton loses the code."""
+    """A callee adds a tag with rsrv's status to its error. The caller gets this status, although Triton loses the code."""
     assert ask_one(server, what=int(status)) == {"status": status.name, "text": "for the test"}
 
 
@@ -265,7 +265,7 @@ def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) 
 
 
 def test_a_callee_that_dies_is_reported_and_comes_back(server: RunningTriton) -> None:
-    """After the end of a callee's process, its calls fail with a reason. After a load, the callee answers again."""
+    """After the process of a callee has died, calls to the callee fail with a reason. After a load, the callee answers again."""
     ask(server, "hasty", calls=[{"model": "one", "what": WAIT}], wait=False)
     # The stub of an earlier load may not have ended yet.
     wait_until(lambda: len(server.stub_pids("one")) == 1)

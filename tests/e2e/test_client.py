@@ -49,7 +49,7 @@ def test_every_type_travels(triton: RunningTriton, protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_full_queue_is_waited_for(triton: RunningTriton, protocol: str) -> None:
-    """24 requests are sent at the same time to a queue with room for two. All are answered, because the client sends them again."""
+    """24 requests arrive together, and only two may wait. All are answered, because the client sends refused requests again."""
 
     async def send() -> list[np.ndarray]:
         async with AsyncClient(url(triton, protocol), timeout_s=600) as client:
@@ -89,9 +89,9 @@ def test_shared_memory_is_used_and_never_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A server that allows shared memory gets requests in it.
+    """Clients send requests in shared memory to a server that allows it.
 
-    Nothing of this memory is left after the client closes or dies, or after the server dies.
+    Nothing of this memory is left after a client closes or dies, or after the server dies.
     """
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     server = start_triton(

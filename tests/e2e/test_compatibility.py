@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md on a real server. In each combination of features, an answer is the answer of the model."""
+"""The table of docs/compatibility.md on a real server: models give the right answers in each combination of features."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def assert_close(got: Array, want: Array, model: str) -> None:
 
 
 class Asker:
-    """A client that sends random rows to embedding models in all ways, and checks the answers."""
+    """A client that sends random rows to embedding models, with all kinds of requests, and checks the answers."""
 
     def __init__(self, server: RunningTriton, seed: int) -> None:
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
@@ -293,7 +293,7 @@ def test_models_with_state_answer_as_their_models(start_triton: StartTriton, tmp
     repository = make_repository(tmp_path, settings=f"{compositions.DEVICES}placement: {{replicas: all}}")
     server = start_triton(repository, make=partial(TritonServer, client_shared_memory=True))
     with asker(server, 0) as first, asker(server, 1) as second, ThreadPoolExecutor(2) as pool:
-        # A new sequence or generation runs on the device with the fewest, after this device has started the model.
+        # A new sequence or generation runs on the device with the fewest of them, among the devices that have started the model.
         def have_read() -> bool:
             first.read(range(1, 5))
             return answered(server, "reader")

@@ -321,7 +321,7 @@ def test_drained_models_answer_what_waits_and_refuse_the_rest(
 
 
 def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str], Requests]) -> None:
-    """When a held model is set to reject, its waiting requests are refused at once."""
+    """Requests wait for a model that is paused in mode `hold`. When its mode becomes `reject`, they are refused at once."""
     control.rsrv("pause", "exact", "--mode", "hold")
     sent = requests("exact")
     for number in range(20):
@@ -465,7 +465,7 @@ def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
             entries[change.key] = change.entry
     weights = [entry.weights for entry in seen]
     if weights[0] == pb.WEIGHTS_RESIDENT:
-        # This change is the end of the pin. `unpin` returns at this change, and watchers hear of it a moment later.
+        # This change is the end of the pin. `unpin` returns at this change, and watchers get it a moment later.
         del weights[0]
     assert weights == [
         pb.WEIGHTS_ABSENT,
@@ -564,7 +564,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
 def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Control) -> None:
     """A changed limit in rsrv.yaml applies within seconds.
 
-    With a broken rsrv.yaml, the server starts another runtime after a kill.
+    If the runtime is killed while rsrv.yaml is broken, the server still starts another runtime.
     """
     file = control.server.server.model_repository / "rsrv.yaml"
     text = file.read_text()

@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.long
 
 START = ROOT / "docs" / "index.md"
-#: Exports of the first page. Other pages use their bundles, so they run before the server starts.
+#: Commands of the first page that export bundles. They run before the server starts, because other pages use these bundles.
 EXPORTS = [
     command
     for command in commands()

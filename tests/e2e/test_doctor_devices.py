@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.long
 
 Findings = Mapping[str, Mapping[str, str]]
-#: Time limit in seconds. By then, a window of one minute has only figures after a cure.
+#: Time limit in seconds until a finding appears or ends. After a cure, the old figures stay in the window for one minute.
 _LATER_S = 120.0
 #: Milliseconds of an execution of any batch size.
 EXECUTION_MS = 100
@@ -46,7 +46,7 @@ lifecycle: {poll_s: 0.1}
 models:
   crowded: {devices: [0]}
 """
-#: By finding, a pattern of the evidence, and words of the cause or the cure.
+#: Expected findings by name. Each has a pattern of its evidence, and words of its cause or its cure.
 CROWDED = {
     "overloaded": (
         r"device 0: the device is busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
@@ -129,9 +129,9 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
 
 
 def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """While model.py is being imported, Triton's ports stay closed, which is a critical finding.
+    """While model.py is being imported, Triton's ports stay closed. A critical finding reports this.
 
-    Afterwards, a model that Triton was not told to load is a critical finding.
+    Afterwards, a critical finding reports a model that Triton's flags do not load.
     """
     gate = tmp_path / "gate"
     write_scale(tmp_path / "bundles" / "late", 2, hooks=LATE_HOOKS.format(gate=str(gate)))
@@ -230,7 +230,7 @@ def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: Star
 
 
 def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """A stopped runtime is a critical finding until it continues. A runtime that cannot start is one until it can start."""
+    """A critical finding reports a stopped runtime until it continues, and a runtime that cannot start until it can start."""
     write_scale(tmp_path / "bundles" / "good", 2)
     python = tmp_path / "python"
     python.write_text(WORKING)
@@ -259,7 +259,7 @@ def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: S
 def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
     """A runtime may allocate 16 MB more, and the weights of a model have 33.6 MB.
 
-    Its requests are refused until there is memory, and a finding reports this.
+    The model's requests are refused until there is memory, and a finding reports this.
     """
     export(tmp_path / "bundles", "large", [1], 1, rows=32768)
     repository = make_repository(tmp_path)
@@ -279,7 +279,7 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
             "another program has the memory",
         )
         check(by_name["no_memory"], "critical", *words)
-        # The back-off becomes longer than a command takes.
+        # Wait until the back-off is so long that the commands below are complete before it ends.
         wait_until(lambda: wait_of(outcome(lambda: call("large", x))) > 5)
 
         runtime.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
@@ -294,9 +294,9 @@ def wait_of(refusal: object) -> float:
 
 
 def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """Three executables are in no cache and take four seconds each to compile, which is a finding.
+    """A finding reports that a runtime had to compile three executables at its start, because they were in no cache.
 
-    The next runtime finds them in the cache, and has no such finding.
+    The next runtime finds them in the cache, so this finding is absent.
     """
     write_scale(tmp_path / "bundles" / "good", 2)
     repository = make_repository(tmp_path)

@@ -218,7 +218,7 @@ def paused(triton: RunningTriton, model: str) -> Iterator[None]:
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: RunningTriton) -> None:
-    """A model has room for two waiting requests. It refuses the other requests at once, and answers the two."""
+    """At most two requests may wait for a model. Both are answered, and further ones are refused at once, with a retry time."""
     refused: list[Refused] = []
 
     def ask(own: Caller, number: int) -> Any:

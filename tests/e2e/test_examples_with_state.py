@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 
 def test_terms_are_defined_while_others_are(server: RunningTriton) -> None:
-    """Streams of all terms at the same time have the license's definitions, with characters of one and of several bytes."""
+    """Concurrent streams return the right definitions of all terms. Some of their characters have several bytes."""
     known = glossary.definitions()
 
     def ask(_: Caller, number: int) -> str:

@@ -225,7 +225,10 @@ def test_the_gateway_reads_what_triton_reads(fleet: Fleet, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol: str) -> None:
-    """A request that ends every server that executes it ends two servers. Equal requests are refused, and others are answered."""
+    """A request ends each server that executes it. It is refused after it has ended two servers.
+
+    Later requests that are equal are refused at once, and other requests are answered.
+    """
     repository = write_repository(tmp_path / "models", ["killer"])
     with ExitStack() as stack:
         servers = [

@@ -111,7 +111,7 @@ def test_every_request_gets_its_answer(envoy: RunningEnvoy, size: int, count: in
 
 
 def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:
-    """All answers of a decoupled model to several messages pass through Envoy. Triton promises no order of them."""
+    """All answers of a decoupled model to several messages pass through Envoy, in any order."""
     answers: SimpleQueue[Any] = SimpleQueue()
     with closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as client:
         client.start_stream(lambda result, error: answers.put(error or result.as_numpy("Y")[0]))

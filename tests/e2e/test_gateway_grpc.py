@@ -128,7 +128,7 @@ def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
 
 
 def test_a_stream(fleet: Fleet) -> None:
-    """A stream has all answers of its model, also if a request has several. Messages for other models are refused."""
+    """A stream has all answers of its model, even if a request has several answers. Messages for other models are refused."""
     assert sorted(streamed(fleet.gateway.url, [("several", 3), ("several", 1)])) == [[1], [3], [3], [3]]
 
     got = streamed(fleet.gateway.url, [("echo", 1), ("several", 3), ("echo", 2)])

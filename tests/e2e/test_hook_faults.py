@@ -178,7 +178,8 @@ def calm(server: RunningTriton) -> Iterator[None]:
         finally:
             stop.set()
             asking.result()
-    assert slowest < TIMEOUT  # A hook that hangs could delay these answers for TIMEOUT.
+    # These answers must not wait for a hook of another model that hangs for TIMEOUT.
+    assert slowest < TIMEOUT
 
 
 def ask(server: RunningTriton, model: str, value: float, **options: Any) -> Arrays | Refused:
@@ -361,7 +362,7 @@ def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: 
 
 
 def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: RunningTriton) -> None:
-    """Child processes of a hook have none of its connections. When the parent ends, the runtime frees the model."""
+    """A hook's child processes have none of the stub's connections. So when the stub ends, the runtime frees the model."""
     pid = stub(server, "begets")
     with calm(server):
         assert isinstance(ask(server, "begets", -1.0), dict)
@@ -396,7 +397,7 @@ def test_a_hook_reads_and_prints_utf_8(server: RunningTriton) -> None:
 
 
 def test_a_hook_may_use_a_pool_of_processes(server: RunningTriton) -> None:
-    """A hook calls a function of model.py in a pool of processes, and ends another process."""
+    """A hook calls a function of model.py in a pool of processes, and ends another child process."""
     pid = stub(server, "pools")
     with calm(server):
         answer = ask(server, "pools", -1.0)

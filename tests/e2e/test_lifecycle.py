@@ -37,7 +37,7 @@ from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
-#: Flag with Triton's default: a failed model makes the server unready.
+#: Flag of Triton, with its default value: the server is not ready while a model has failed.
 STRICT = "--strict-readiness=true"
 SETTINGS = "lifecycle: {poll_s: 0.1}\n"
 
@@ -107,7 +107,7 @@ def served(call: Caller, name: str) -> tuple[int, int] | None:
 
 
 def assert_becomes(call: Caller, name: str, expected: tuple[int, int] | None) -> None:
-    """Wait until this version answers. Each answer before that must also be of one version only."""
+    """Wait until this version answers, or until no version answers. Outputs of two versions in one answer fail the test."""
     wait_until(lambda: served(call, name) == expected, what=f"{name} to be {expected}")
 
 
@@ -433,7 +433,7 @@ def test_reloads_leave_one_process_whatever_model_py_left_in_it(
     versions: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """model.py leaves a busy executor, whose threads Python joins at its end. After reloads, each earlier process still ends."""
+    """model.py leaves a busy executor, whose threads Python joins before it exits. Reloads still end each earlier process."""
     left = shutil.copytree(versions["one"], tmp_path / "left")
     (left / "model.py").write_text(
         "import concurrent.futures, threading\n"

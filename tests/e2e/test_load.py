@@ -116,7 +116,7 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
     with caller(triton) as call, caller(triton) as other, ThreadPoolExecutor(1) as pool:
         for _ in range(30):
             assert_same(sudden(call, 0), {"y": u})
-        # The first long execution is not expected. It may delay other requests.
+        # The runtime does not expect the first long execution. So this execution may delay other requests.
         started, steps = time.monotonic(), 10_000
         surprise = pool.submit(sudden, other, steps)
         assert_same(call("exact", {"x": x}), exact)

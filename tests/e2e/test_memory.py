@@ -1,4 +1,4 @@
-"""More models than fit into memory, and models that are loaded and unloaded. All answers are right, and all memory is returned."""
+"""More models than fit into memory, and models that are loaded and unloaded. All answers are right, and all memory is freed."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
 
 
 def regions(server: RunningTriton) -> set[str]:
-    """Return the names of the server's shared memory. Each stub has one region."""
+    """Return the names of the shared memory regions that the server maps. Each stub has one region."""
     lines = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
     return {line.split()[-1] for line in lines if "/dev/shm/" in line}
 
 
 def at_rest(server: RunningTriton) -> tuple[Held, Held]:
-    """Wait until no model is left. Return what the server and the runtime hold then."""
+    """Wait until no model and no stub is left. Return the resources that the server and the runtime still use."""
     wait_until(lambda: not models(server) and not server.stub_pids(), what="all models to be gone")
     runtime = int(read_status(server.pid)["pid"])
     return settled(lambda: held(server.pid)), settled(lambda: held(runtime))
@@ -126,7 +126,10 @@ def at_rest(server: RunningTriton) -> tuple[Held, Held]:
 
 @pytest.mark.timeout(1800)
 def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_path: Path) -> None:
-    """After 500 loads of 20 models, the runtime holds as much as before. Triton loses no more memory than with plain models."""
+    """20 models are loaded and unloaded, 500 times in all. At the end, the runtime uses no more resources than before.
+
+    Triton itself loses no more memory per load than with plain Python models.
+    """
     server = serve(start_triton, tmp_path, MODELS, extra_args=["--model-control-mode=explicit"])
     add_plain_models(tmp_path / "gen", MODELS)
     for kind in ("plain", "product"):
@@ -141,7 +144,7 @@ def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_pa
     print(f"runtime: {runtime}; after 500 loads {runtime_then}")
     assert_returned(runtime, runtime_then)
     assert regions(server) == set()
-    # The server's pools of threads sometimes grow, with any models.
+    # The server's thread pools sometimes grow, whichever models are loaded.
     assert end.descriptors < start.descriptors + 5
     assert end.threads < start.threads + 5
     # Triton loses some kilobytes in each load of any model.

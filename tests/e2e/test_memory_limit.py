@@ -1,4 +1,4 @@
-"""A server whose models need more memory than it may take. It stays within the limit, and the kernel kills no process."""
+"""A server may use less memory than its models need. It stays within the limit, and the kernel kills no process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
-#: Bytes that the server may take. Its processes need 200 MB of them without models.
+#: Bytes that the server may use. Without models, its processes need 200 MB.
 LIMIT = 400 << 20
 MODELS = 80
-#: Number of rows of each model's matrices. The weights of all models take 0.6 GB: two such matrices per model. Each module also has half
-#: of such a matrix as a constant. The executable takes as much memory as the constant, or twice as much if it comes from the cache.
+#: Number of rows of each model's matrices. Each model has two of these matrices as weights, which are 0.6 GB for all models. In
+#: addition, each module has half a matrix as a constant. An executable takes as much memory as this constant, or twice as much
+#: if the executable comes from the compilation cache.
 _ORDER = 1024
 CLIENTS, REQUESTS = 4, 50
 
@@ -77,7 +78,7 @@ def group() -> Iterator[ControlGroup]:
         mount = mounts.get(controllers)
         if mount is None:
             continue
-        # With version 2, only groups without processes of their own may limit their subgroups. So try the parents, too.
+        # With version 2, only a group without processes of its own may limit its subgroups. So try the parent groups as well.
         place = mount / own.strip("/")
         for parent in (place, *place.parents):
             if not parent.is_relative_to(mount):

@@ -22,7 +22,7 @@ from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import PATIENCE_S, wait_until
 
-#: Flags with two threads of Triton for an instance's answers and calls.
+#: Flags of tritonserver. They give each model instance two threads for its answers and its calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
 ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
 
@@ -119,7 +119,7 @@ class House:
         assert (call("triple", rows(3, 5.0))["y"] == 15).all()
 
 
-#: With bls, these tests run only in the long suite. Its answers are tested in every suite.
+#: With bls, these tests run only in the long suite. Other tests check the answers of bls in every suite.
 TRANSPORTS = {"direct": "direct", "bls": pytest.param("bls", marks=pytest.mark.long)}
 
 
@@ -151,7 +151,7 @@ def six_times(future: Future[Any], number: int) -> None:
 
 
 def test_forty_requests_at_once_are_all_answered(house: House) -> None:
-    """Forty clients ask at the same time, and all requests are answered with two threads for an instance's calls and answers."""
+    """Forty clients ask at the same time. Two threads per model instance are enough to answer all requests."""
 
     def work(call: Caller, number: int) -> None:
         for n in range(3):
@@ -164,7 +164,7 @@ def test_forty_requests_at_once_are_all_answered(house: House) -> None:
 
 
 def test_a_deadline_passes_before_the_gate(house: House) -> None:
-    """Two runs are inside. A third run waits, and is refused at its deadline. The two runs complete."""
+    """Two runs are between their stages. A third run waits, and is refused at its deadline. The first two runs complete."""
     with house.stopped() as stopped:
         inside = stopped.send(2)
         stopped.inside(2)
@@ -225,9 +225,9 @@ def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
 
 @one_transport("bls")
 def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: House) -> None:
-    """With bls, a callee is unloaded during a run. The run and later ones fail with NOT_FOUND and the callee's name until a load.
+    """With bls, a callee is unloaded during a run. This run and later ones fail with NOT_FOUND and the callee's name.
 
-    Other meta models are served.
+    Other meta models are still served. After the callee is loaded again, runs succeed.
     """
     with house.stopped() as stopped, caller(house.server) as call:
         (inside,) = stopped.send()
@@ -246,7 +246,10 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
 
 @pytest.mark.long
 def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
-    """With bls, a callee's stub is killed. Runs fail with the callee's name until it is loaded again. Other models are served."""
+    """With bls, a callee's stub is killed. Runs fail with the callee's name until the callee is loaded again.
+
+    Other models are still served.
+    """
     server = start_triton(write_repository(tmp_path, "bls"), extra_args=EXPLICIT)
     house = House(server, tmp_path)
     with caller(server) as call:
@@ -265,7 +268,7 @@ def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Pat
         server.grpc.load_model("double")
         house.check(call)
     assert house.meta()["running"] == 0
-    # After the death of a stub, an orderly end of Triton takes its whole exit timeout.
+    # After the death of a stub, an orderly stop of Triton would take as long as its exit timeout.
     server.server.kill()
 
 
@@ -281,7 +284,10 @@ def break_module(gen: Path) -> None:
 
 @pytest.mark.long
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Loads fail because of a broken callee, a missing `run`, or another transport. The index has the reasons, and other models serve."""
+    """Loads fail because of a broken callee, a missing `run`, or a transport for which the repository was not generated.
+
+    Triton's repository index has the reasons, and other models are served.
+    """
     gen = write_repository(tmp_path, options=("--link", "copy"))
     more = tmp_path / "more"
     break_module(gen)

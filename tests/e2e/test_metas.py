@@ -102,7 +102,7 @@ def write_bundles(folder: Path) -> Path:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningTriton]:
-    """Yield a server with all these models, for each transport."""
+    """Yield a server with the models of `write_bundles` and a plain one, for each transport."""
     folder = tmp_path_factory.mktemp(request.param)
     write_bundles(folder / "bundles")
     repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
@@ -140,7 +140,7 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
     def answered(status: dict[str, Any]) -> int:
         return int(status["outcomes"].get("answered", 0))
 
-    # The runtime counts a run only after the run has left, which may be after the client has its answer.
+    # The runtime counts a run only when the run has ended. At this time, the client may already have its answer.
     wait_until(lambda: answered(metas(server)["chain"]) == answered(before) + 8, what="the count of all runs")
     after = metas(server)["chain"]
     assert after["models"] == ["double", "hooked", "triple"]
@@ -248,9 +248,10 @@ def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> No
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
-    """64 clients ask for several minutes. In one of them, memory, open files and threads must not exceed their earlier maximum.
+    """64 clients ask for up to three minutes. In at least one minute, memory, open files and threads must not grow.
 
-    A stub opens some connections and starts some threads only when it first needs them, which may be late. Idle threads end.
+    Several minutes may be needed, because a stub opens some connections and starts some threads only when it first needs them.
+    Open files and threads are compared with their earlier maximum, because idle threads end.
     """
     mix(server, 64, 20)
     descriptors = threads = 0

@@ -34,7 +34,7 @@ from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
 ROW = np.ones((1, 64), np.float32)
-#: A shell script that starts the runtime's Python when `gate` does not exist.
+#: A shell script that waits until the file `gate` does not exist, and then runs the runtime's Python.
 _PYTHON = """#!/bin/sh
 while test -e '{gate}'; do sleep 0.02; done
 exec '{python}' "$@"
@@ -91,7 +91,10 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
 
 
 def test_requests_show_on_the_page(metrics: Metrics) -> None:
-    """Ten answered requests of one model are on the page, and so is each metric of which a sample exists."""
+    """Ten answered requests of one model are on the page.
+
+    The page also has all metrics, except those of meta models, of findings, and of events and features that did not occur.
+    """
     exact = {"model": "exact"}
     wait_until(lambda: metrics.value("rsrv_queue_depth", **exact) == 0, what="the model")
     with caller(metrics.server) as call:
@@ -112,12 +115,12 @@ def test_requests_show_on_the_page(metrics: Metrics) -> None:
     assert {
         family.name for family in FAMILIES if not family.name.startswith(("rsrv_meta_", "rsrv_findings"))
     } <= served | {
-        # None of these events has happened.
+        # Metrics of events that have not happened.
         "rsrv_refused_total",
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
-        # No model has an alias or state.
+        # Metrics of features that no model has: aliases and state.
         "rsrv_alias_responses_total",
         "rsrv_alias_shadows_total",
         "rsrv_sequences",

@@ -1,4 +1,4 @@
-"""The real models on a real server. They answer as their sources, and the family takes the memory of one backbone."""
+"""The real models on a real server. They answer as their sources, and eight fine-tunes take the memory of one backbone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server(real_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def close(got: Array, want: Array, dtype: str = "f32") -> None:
-    """Check that an answer is as close to the source's answer as a bundle's must be."""
+    """Check that the largest error of an answer is within the tolerance that exports use."""
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
 
@@ -61,7 +61,7 @@ def close(got: Array, want: Array, dtype: str = "f32") -> None:
 def test_files_become_the_classes_that_pytorch_finds(
     server: RunningTriton, real_models: Path, protocol: str
 ) -> None:
-    """A request has PNG and JPEG files of different sizes. Their classes are those of eager PyTorch in this process."""
+    """A request has PNG and JPEG files of different sizes. The answer has the classes that eager PyTorch finds."""
     rng = np.random.default_rng(3)
     files = []
     for kind, size in (("PNG", (150, 120)), ("JPEG", (96, 200)), ("PNG", (110, 110))):
@@ -103,7 +103,7 @@ def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, real_
 def test_the_operator_stands_for_the_solver(
     server: RunningTriton, real_models: Path, protocol: str, name: str, dtype: type
 ) -> None:
-    """The operator predicts the solver's ends for unseen starts, in both precisions and on both grids."""
+    """The operator predicts the solver's final states for unseen initial states, in both precisions and on both grids."""
     unseen, expected = fno.held_out()
     for every in (2, 1):
         start: Array = unseen[:5, ::every].astype(dtype)

@@ -40,9 +40,9 @@ from tests.waiting import wait_until
 
 #: Models with both fronts.
 MODELS = ("exact", "every_dtype", "scalars", "only_rows", "axes", "short_queue", "two_sizes", "elastic")
-#: With the native front, this is in front of a model's name.
+#: Prefix of the names of the models with the native front.
 NATIVE = "native_"
-#: A model of these that is cold when the server is ready, and cannot be started.
+#: One of `MODELS`. It is cold when the server is ready, and its start fails.
 BROKEN = "elastic"
 
 
@@ -73,7 +73,10 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def told(call: Caller, model: str, inputs: Arrays, options: Mapping[str, Any]) -> Arrays | str:
-    """Return an answer, or an error's text. The text has the model's plain name, and N in place of the times to wait."""
+    """Return an answer, or the text of an error.
+
+    In the text, the prefix of the model's name is removed, and N replaces the times, so that texts of both fronts are comparable.
+    """
     result = outcome(lambda: call(model, inputs, **options))
     if not isinstance(result, Refused):
         return result
@@ -220,7 +223,10 @@ def test_weights_that_are_not_resident_refuse_alike(start_triton: StartTriton, t
 
 
 def test_cold_models_refuse_alike(both: RunningTriton) -> None:
-    """Both fronts have the same texts if a deadline passes during a start, if the start fails, and during the pause after this."""
+    """Both fronts refuse requests to a cold model with the same texts.
+
+    In turn, the deadline passes during the start, the start fails, and the next request arrives in the pause after the failure.
+    """
     inputs = {"x": random_u32(np.random.default_rng(1), 1), "steps": np.ones((1, 1), np.int32)}
     with caller(both) as call:
         for options in ({"timeout": 1}, {}, {}):
@@ -236,9 +242,9 @@ def test_cold_models_refuse_alike(both: RunningTriton) -> None:
 def test_a_hundred_cold_models_start_and_fall_back(
     start_triton: StartTriton, tmp_path: Path, rounds: int
 ) -> None:
-    """A cold model has one thread in Triton, and no connection.
+    """A hundred cold models take about one thread each in Triton, and no connections.
 
-    Requests at the same time share one start, and the models become cold again.
+    Clients that ask for the same cold model at the same time get right answers. The models become cold again.
     """
     (tmp_path / "bundles").mkdir()
     for number in range(100):
@@ -301,7 +307,7 @@ def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTr
 
 
 def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> None:
-    """Models with the native front have no stub, and share one copy of the library. The status has their figures."""
+    """Models with the native front have no stub, and share one copy of the library. The runtime's status includes them."""
     assert len(both.stub_pids()) == len(MODELS)
     assert loaded_libraries(both) == 1
     with caller(both) as call:

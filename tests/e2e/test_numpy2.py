@@ -24,7 +24,7 @@ from tests.e2e.harness import RunningTriton, make_repository, path_with_numpy2, 
 from tests.e2e.stateful import Stream
 from tests.e2e.test_answers import varied
 
-#: These tests take half a minute, and Triton's image has another numpy.
+#: These tests take half a minute, and matter only to installations with numpy 2. Triton's image has another numpy.
 pytestmark = pytest.mark.long
 
 #: Types of the tensors of the model with hooks.
@@ -32,7 +32,7 @@ HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtype
 #: Number of elements in a row of these tensors. Rows are long, so freed memory that is used too late has changed.
 WIDTH = 257
 
-#: Hooks that return only new arrays. Nothing except the stub holds them.
+#: Hooks that return only new arrays. Only the stub has references to these arrays.
 HOOKS = """
 import numpy as np
 

@@ -353,7 +353,7 @@ def test_other_machines_need_keys(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> None:
-    """The server of `rsrv openai` may be a gateway. Its models, an embedding and a stream are answered as by a server."""
+    """The server of `rsrv openai` may be a gateway. Embeddings, streams and errors are then the same as with a server."""
     with (
         running_gateway(tmp_path, [server]) as gateway,
         running_openai(gateway.grpc_port, models=MODELS) as running,

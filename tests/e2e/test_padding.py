@@ -68,7 +68,10 @@ def request(length: int, rows: int = 1) -> Arrays:
 
 
 def check(answer: Arrays, inputs: Arrays) -> None:
-    """Compare an answer with attention at the request's own length. NumPy computes it, because jax would compile it for every shape."""
+    """Compare an answer with the attention at the request's own length.
+
+    NumPy computes this attention, because jax would compile a program for every shape.
+    """
     x = TABLE[np.clip(inputs["ids"], 0, 99)]
     scores = x @ x.transpose(0, 2, 1) + np.where(inputs["mask"] == 0, np.float32(-1e9), 0)[:, None, :]
     weights = np.exp(scores - scores.max(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Ends of the runtime while a request executes. A crash may be the request's fault, but a kill is not."""
+"""The runtime ends while it executes a request. The request may be to blame for a crash, but not for a kill."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
 
 
 def end_runtime(server: RunningTriton, number: signal.Signals) -> None:
-    """Send a signal to the runtime, and wait for the next one. The black box identifies it, because its loop may be busy."""
+    """Send a signal to the runtime, and wait for the next runtime.
+
+    The runtime is the process that maps the black box. Its loop may be too busy to report the pid.
+    """
     box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
     old = next(pid for pid in pids() if maps(pid, box))
     os.kill(old, number)

@@ -17,7 +17,7 @@ from tests.e2e.lives import Living
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Steps of a request to `elastic`, with which an execution lasts some hundredths of a second.
+#: Number of steps of a request to `elastic`. Its execution takes some hundredths of a second.
 _STEPS = 100
 SETTINGS = """
 models:
@@ -39,7 +39,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]
 
 @pytest.fixture
 def server(running: RunningTriton) -> Iterator[RunningTriton]:
-    """The server of all tests. A test may change the discipline, which is restored after it."""
+    """The server of all tests. After each test, the fixture sets the discipline to fair."""
     yield running
     set_discipline(running, pb.DISCIPLINE_FAIR)
 
@@ -63,10 +63,10 @@ def arrived(server: RunningTriton) -> int:
 
 @pytest.fixture
 def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
-    """Yield a function that sends a request to `steady`, and returns when it has arrived. It executes only after `go()`.
+    """Yield a function that sends a request to `steady`, and returns when the request has reached the runtime.
 
-    The function returns the list of the answered requests' names. All answers come over one connection, so the list has their
-    order.
+    The request executes only after `go()`. The function returns a list, to which the name of each answered request is appended.
+    All answers come over one connection, so the names are in the order of the answers.
     """
     answered: list[str] = []
     failed: list[object] = []
@@ -150,7 +150,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: Runni
 
 
 def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) -> None:
-    """`elastic` has twice the weight of `steady`, and a fraction of its cost. It gets two thirds of the device time."""
+    """`elastic` has twice the weight of `steady`, and its requests cost much less. It gets two thirds of the device time."""
     row = random_u32(np.random.default_rng(1), 1)
     inputs = {
         "steady": {"x": row},

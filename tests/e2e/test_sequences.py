@@ -64,7 +64,7 @@ input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
 output [{ name: "text_output" data_type: TYPE_STRING dims: [1] }]
 instance_group [{ kind: KIND_CPU count: 1 }]
 """
-#: An ensemble of one step, which is a storyteller.
+#: An ensemble whose only step is a storyteller.
 _TOLD = """
 platform: "ensemble"
 input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
@@ -76,7 +76,7 @@ ensemble_scheduling { step [{
   output_map { key: "text_output" value: "text_output" }
 }] }
 """
-#: An ensemble of one step, which is the model of sums.
+#: An ensemble whose only step is the model of sums.
 _SUMMED = """
 platform: "ensemble"
 max_batch_size: 4
@@ -109,7 +109,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_interleaved_sequences_are_as_whole_ones(server: RunningTriton, protocol: str) -> None:
-    """Chunks of two sequences in turns get the same sums as one request with all values."""
+    """Two sequences send their chunks in turns. Each sequence gets the same sums as one request with all of its values."""
     first, second = list(map(float, range(16))), [0.5] * 4
     with caller(server, protocol) as call:
         whole = sums(call, 7, first, start=True, end=True)
@@ -135,7 +135,10 @@ def test_a_sequence_without_its_beginning_is_refused(server: RunningTriton, prot
 
 
 def assert_streams(server: RunningTriton, model: str, tokens: int = 1_000_000) -> None:
-    """Check that a part of an answer comes before its end. The answer is long, because a busy server sends a short one as a whole."""
+    """Check that the client gets a part of an answer before the answer is complete.
+
+    The answer is long, because a busy server may send a short answer as a whole.
+    """
     with Stream(server, model, text_input="hello", max_tokens=tokens) as stream:
         part = next(iter(stream))
     assert part["text_output"]
@@ -210,9 +213,9 @@ def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
 
 
 def test_answers_that_are_read_late_are_whole(server: RunningTriton) -> None:
-    """Two clients read one piece and then nothing for a while. The server makes their answers, and answers another client.
+    """Two clients read one piece, and then nothing for a while. The server completes their answers, and serves another client.
 
-    In the end, both clients have their whole answers.
+    When the two clients read again, they get their whole answers.
     """
     reads, tokens = threading.Event(), 1000
     with (
@@ -235,7 +238,7 @@ def test_answers_that_are_read_late_are_whole(server: RunningTriton) -> None:
 
 
 def test_a_model_of_tritons_own_asks(server: RunningTriton) -> None:
-    """A model that is called through Triton sends a sequence, and reads a stream."""
+    """A plain Python model of Triton calls rsrv's models: it sends a sequence, and reads a stream."""
     answer = generate_plain(server, "asking", text_input="hello")
     assert answer["text_output"] == told(b"hello", 30)
 
@@ -256,7 +259,7 @@ def test_an_ensemble_streams_the_answer_of_its_step(server: RunningTriton) -> No
 
 
 def test_an_ensemble_passes_sequences_on(server: RunningTriton) -> None:
-    """The step of an ensemble gets the sequence's id, its start and its end."""
+    """A client sends a sequence to an ensemble. The ensemble's step gets the id, the start and the end of the sequence."""
     with caller(server) as call:
         for start, end, total in ((True, False, 2.0), (False, False, 4.0), (False, True, 6.0)):
             x = np.full((1, 1), 2, np.float32)
@@ -325,4 +328,4 @@ def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) ->
         assert sums(call, 20, [1.0], start=True) == [1.0]
         assert sums(call, 20, [1.0], end=True) == [2.0]
     assert generate(server, "teller", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
-    wait_until(lambda: not server.urgent_findings())  # Models without requests also return.
+    wait_until(lambda: not server.urgent_findings())  # Idle models also become ready.

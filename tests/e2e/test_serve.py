@@ -268,7 +268,7 @@ def test_a_service_logs_objects_and_its_server_comes_back(folder: Path) -> None:
         service.wait_for("starting it again in 1 s")
         wait_until(lambda: service.server_pid != first, 30, what="another server")
         wait_until(lambda: answer(service.grpc_port, "cats") == 1, 60, what="the model again")
-        # The end of the first server removed its directories.
+        # The directories of the dead server were removed.
         assert before
         assert not any(map(Path.exists, before))
         lines = service.text.split("\n")[:-1]
@@ -372,7 +372,10 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
 
 
 def _listens(port: int) -> bool:
-    """Return True if a server listens on this port. A check that opens the port itself could keep the server from it."""
+    """Return True if a server listens on this port.
+
+    The check connects to the port. A check that bound the port could prevent the server from listening on it.
+    """
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0
 

@@ -35,7 +35,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
 
 @contextmanager
 def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTriton, Living]]:
-    """Yield a server of `torn` and `steady`. The repository shares the weights with the bundles' files."""
+    """Yield a server of `torn` and `steady`. The repository links the bundles' files of weights, so it has no copies of them."""
     for name in ("torn", "steady"):
         place(version, folder / "bundles" / name)
     repository = make_repository(folder, settings=f"lifecycle: {{mode: {mode}, poll_s: 0.1}}\n")
@@ -49,7 +49,10 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
 
 
 def tear(bundle: Path, new: Path) -> None:
-    """Overwrite a bundle in place, as `cp` does, without the last weight. An answer from it would be of two versions."""
+    """Overwrite a bundle in place, as an unfinished `cp` does: the last weight is missing.
+
+    An answer from this bundle would mix two versions.
+    """
     (bundle / "manifest.yaml").write_bytes((new / "manifest.yaml").read_bytes())
     with (bundle / WEIGHTS).open("r+b") as file:
         file.write((new / WEIGHTS).read_bytes()[: -4 * COLUMNS])
@@ -65,7 +68,7 @@ def finish(bundle: Path, new: Path) -> None:
 
 @contextmanager
 def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
-    """Collect the answers of `torn` during the block, and check that each is of one version."""
+    """Collect the answers of `torn` during the block. Each answer must come from a single version."""
     stop = threading.Event()
     results: list[tuple[int, int] | Refused] = []
 

@@ -66,7 +66,10 @@ def model_of(path: Path) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Compare, and print the largest gap. Raises BundleError if a gap exceeds the limit."""
+    """Compare the bundle's tokens with those of transformers, and print the largest gap of the logits of two different tokens.
+
+    Raises BundleError if a gap exceeds the limit.
+    """
     bundle = read_bundle(folder)
     generate = bundle.manifest.generate
     assert generate is not None

@@ -3,8 +3,8 @@
     python -m tests.examples.smollm2_directory
 
 The script writes the published file as a directory, as `save_pretrained` does. `rsrv-bundle export --hf` exports it with its
-default options. Half of the prompts are questions of a chat. The command exits with 1 if the first different token of an answer
-is not a near tie of two logits.
+default options. Half of the prompts are questions of a chat. At the first token that differs, the logits of both tokens must be
+nearly equal. If they are not for some answer, the command exits with 1.
 """
 
 from __future__ import annotations

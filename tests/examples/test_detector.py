@@ -1,6 +1,6 @@
 """The detector without a server.
 
-The steps of its `run` are compared with slow and obvious ones, and the whole runs on the built bundles.
+The steps of its `run` are compared with slow and simple implementations. The complete `run` is tested with the built bundles.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def test_anchors_stand_around_the_points_of_a_grid() -> None:
 
 @given(seeds, st.integers(1, 3))
 def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
-    """Scores in a report fall. It has only proposals, and no duplicate shapes of a class. Padding follows the shapes."""
+    """A report has the best proposals in the order of falling scores, and no overlapping shapes of a class.
+
+    The entries after the last shape are padding.
+    """
     rng = np.random.default_rng(seed)
     boxes = some_boxes(rng, images, steps.CANDIDATES)
     scores = rng.permuted(np.linspace(0, 1, boxes[..., 0].size, dtype=np.float32)).reshape(boxes.shape[:2])
@@ -97,7 +100,7 @@ def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
 
 
 def test_finds_are_judged_by_class_place_and_number() -> None:
-    """The true shapes are judged as right. A duplicate, another class or another place is judged as wrong."""
+    """The true shapes count as right finds. A duplicate, a wrong class or a wrong place counts as a wrong find."""
     known = scenes(2, seed=9)
     count = (known.classes >= 0).sum(1)
     truth = {"boxes": known.boxes, "classes": known.classes, "count": count[:, None]}
@@ -137,7 +140,7 @@ class Detector:
 
 
 def test_any_number_of_regions_is_classified_and_none_is_mixed_up() -> None:
-    """Many regions of nine images take several calls of the head. Each region gets the class of its own image."""
+    """Nine images have so many regions that the head is called several times. Each region gets the class of its own image."""
     anchors = steps.anchors(SIDE)
     cells = SIDE // steps.CELL
 

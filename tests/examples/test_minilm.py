@@ -195,7 +195,7 @@ def test_a_text_becomes_the_tokens_of_the_vocabulary(
 
 
 def test_a_long_text_is_cut_to_the_longest_compiled_row(unexecuted: Pipeline) -> None:
-    """A long text is cut to 126 tokens between the two marks. The rest of the text has no effect."""
+    """A long text is cut to 126 tokens between the special tokens CLS and SEP. The rest of the text has no effect."""
     tokens = unexecuted.tokens(LONG)
     assert (len(tokens), tokens[0], tokens[-1]) == (128, CLS, SEP)
     assert unexecuted.tokens(LONG * 500) == tokens
@@ -207,7 +207,7 @@ def test_a_long_text_is_cut_to_the_longest_compiled_row(unexecuted: Pipeline) ->
 def test_rows_are_as_short_as_the_longest_sentence_allows(
     unexecuted: Pipeline, words: int, length: int
 ) -> None:
-    """A row has the smallest compiled length for the words of the longest sentence and two marks."""
+    """All rows have the smallest compiled length that fits the longest sentence and its two special tokens."""
     unexecuted.run(["short", " ".join(["north"] * words)])
     assert unexecuted.calls[0][1]["input_ids"].shape == (2, length)
 
@@ -229,7 +229,7 @@ def test_a_sentence_has_one_embedding_whatever_comes_with_it(
 
 
 def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
-    """Where the mask is 0, tokens do not affect the rest of the row, even if they are invalid."""
+    """Tokens where the mask is 0 do not affect the rest of the row, even if these tokens are invalid."""
     ids = np.full((1, 16), 2088, np.int32)
     mask = (np.arange(16) < 6).astype(np.int32)[None]
     other = np.where(mask, ids, np.arange(-3, 13, dtype=np.int32) * 10_000_000)

@@ -66,7 +66,7 @@ def test_a_model_rewritten_in_pytorch_answers_alike(root: Path, name: str) -> No
 def test_the_solver_agrees_with_the_exact_solution() -> None:
     """The solver agrees with the exact solution of Cole and Hopf: -2 v (log w)_x.
 
-    Here, w solves the heat equation from exp(-(integral of u) / 2 v).
+    In this formula, v is the viscosity, and w solves the heat equation with the initial state exp(-(integral of u) / 2 v).
     """
     start = starts(5, seed=7)
     wave = np.arange(POINTS // 2 + 1)
@@ -79,7 +79,10 @@ def test_the_solver_agrees_with_the_exact_solution() -> None:
 
 
 def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> None:
-    """The operator solves unseen starts in both precisions, on the grid of its training and on a grid that is twice as fine."""
+    """The operator predicts final states for unseen initial states in both precisions.
+
+    It does so on the grid of its training and on a grid that is twice as fine.
+    """
     unseen, expected = fno.held_out()
     single, double = Model(root / "fno_f32"), Model(root / "fno_f64")
     for every in (2, 1):

@@ -1,4 +1,4 @@
-"""Changes to what carries a request: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
+"""Changes to the transport of a request: HTTP's lines, headers and encodings, and gRPC's calls, metadata and frames."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _HEADERS = (
     (b"Content-Length", b"9999999999"), (b"Content-Length", b"0"), (b"Transfer-Encoding", b"chunked"), (b"Transfer-Encoding", b"x"),
 )  # fmt: skip
 _LENGTHS = (b"0", b"1", b"-1", b"9999", b"x", b"", b"18446744073709551616", b"1e3", b"4294967296")
-#: Compress without a time, so that the result depends only on the data.
+#: Compress without a timestamp, so that the result depends only on the data.
 _gzip = partial(gzip.compress, mtime=0)
 _COMPRESSED: tuple[Callable[[bytes], bytes], ...] = (
     _gzip,
@@ -108,7 +108,7 @@ def trace_header(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def not_utf8_trace_header(rng: Random, draft: Draft) -> None:
-    """Send a trace header that is not UTF-8. Triton makes it a parameter if it is set to forward it (docs/monitoring.md)."""
+    """Send a trace header that is not UTF-8. With the flags of docs/monitoring.md, Triton passes the header on as a parameter."""
     draft.headers.append((b"traceparent", text_bytes(rng.choice(NOT_UTF8))))
 
 
@@ -150,7 +150,7 @@ def spelling(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def chunks(rng: Random, draft: Draft) -> None:
-    """Send a body in few chunks. Before 25.07, many thousand chunks harm Triton's own front end (CVE-2025-23310)."""
+    """Send a body in a few chunks, some of them wrong. Thousands of chunks would harm Triton before 25.07 (CVE-2025-23310)."""
     wrong = rng.choice(
         (b"", b"-1\r\n", b"zz\r\nx\r\n", b"ffffffffffffffff\r\n", b"5;" + b"x" * 3000 + b"\r\nhello\r\n")
     )

@@ -171,7 +171,7 @@ _NAMES = (
 
 
 def _weights_header(rng: Random, files: Files) -> None:
-    """Change one thing in the header of the weights, so that it is wrong."""
+    """Make one wrong change in the header of the weights."""
     header, buffer = _weights(files)
     entries = [name for name in header if name != "__metadata__"]
     if entries:
@@ -422,7 +422,7 @@ def _sparse(rng: Random, directory: Path) -> None:
     with contextlib.suppress(OSError), path.open("ab") as file:
         size = rng.choice((2**31 + 5, 2**40, 2**43))
         if path.name == "weights.safetensors" and rng.random() < 0.7:
-            # The header says that the weights have this size.
+            # Write a header that fits a weight of this size.
             file.truncate(0)
             header = {
                 "__metadata__": {"argument_order": '["w"]'},

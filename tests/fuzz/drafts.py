@@ -1,4 +1,4 @@
-"""Drafts of requests, and their bytes. A draft may contain all that encoders of clients refuse, such as invalid UTF-8."""
+"""Drafts of requests, and their bytes. A draft may contain data that clients' encoders refuse, such as invalid UTF-8."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.chaos.questions import QUESTIONS
 
 Random = random.Random
 _BYTE = re.compile(rb"\\udc([89a-f][0-9a-f])")
-#: Keys of an input's entry that KServe does not have: the tensor as bytes, the tensor as a list, and the tensors of gRPC's
-#: raw_input_contents.
+#: Keys that only drafts have in the entry of an input, and KServe does not: "raw" is the tensor as bytes, "data" is the tensor as
+#: a list, and "raws" are tensors for gRPC's raw_input_contents.
 _OURS = ("raw", "data", "raws")
 #: Texts that become bytes which are not UTF-8 (see `json_bytes`).
 NOT_UTF8 = (
@@ -38,7 +38,7 @@ class Draft:
     model: str
     #: KServe's JSON. The entry of an input has the tensor twice, as "raw" and as "data".
     document: dict[str, Any]
-    #: HTTP: True if tensors follow the JSON as bytes.
+    #: Over HTTP: True if the tensors follow the JSON as bytes.
     binary: bool
     method: bytes = b"POST"
     path: bytes = b""
@@ -122,7 +122,7 @@ def http_bytes(draft: Draft) -> bytes:
     own = [(b"Host", b"localhost"), (b"Content-Length", b"%d" % len(body))]
     if draft.binary:
         own.append((b"Inference-Header-Content-Length", b"%d" % len(text)))
-    # A header from a change replaces these.
+    # If a change has added a header of the same name, the draft's header replaces the standard one.
     names = {name.lower() for name, _ in draft.headers}
     headers = [pair for pair in own if pair[0].lower() not in names] + draft.headers
     path = draft.path or b"/v2/models/" + text_bytes(draft.model) + b"/infer"

@@ -1,6 +1,6 @@
-"""Frames of every kind, good and bad, to a runtime's loop. It answers or disconnects their sender.
+"""Good and bad frames of every kind, sent to a runtime's loop and to a stub.
 
-Also frames to a stub from a runtime that misbehaves.
+The loop answers each sender or disconnects it. The stub gets its frames from a runtime that misbehaves.
 """
 
 from __future__ import annotations

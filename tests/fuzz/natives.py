@@ -28,9 +28,9 @@ from tests.unit.native.front import Behaviour, Connection, Front, behave, descri
 CONNECTIONS = 30
 #: Number of seeds at the same time. Most of the time, they wait for back-offs.
 _TOGETHER = 4
-#: Time limit in seconds for a seed, and memory limit in bytes for its program. The sanitizer's own memory is included.
+#: Time limit in seconds for a seed, and memory limit in bytes for its program, including the sanitizer's own memory.
 _SECONDS, _NBYTES = 300.0, 1 << 30
-#: Deadline of a request. Without it, a request could wait longer than the test for one runtime after another.
+#: Deadline of a request. Without a deadline, a request could wait for one runtime after another, for longer than the time limit.
 _DEADLINE = "reactant_timeout_ns=5000000000"
 
 
@@ -69,9 +69,9 @@ def _talk(program: Path, folder: Path, seed: int) -> int:
 
 
 def misbehaving(seed: int, connections: int) -> tuple[list[list[Behaviour]], Callable[[], bool]]:
-    """Return the runtimes of two devices, and a function that returns True when one of them has made its last connection.
+    """Return the runtimes of two devices, and a function that returns True when one device has made its last connection.
 
-    One device is enough, because a cold model starts on one device.
+    The function does not wait for the other device, because a cold model starts on only one device.
     """
     reached = threading.Event()
 
@@ -87,9 +87,9 @@ def misbehaving(seed: int, connections: int) -> tuple[list[list[Behaviour]], Cal
 
 
 def load(front: Front, is_over: Callable[[], bool], seconds: float) -> None:
-    """Load the model, and send requests until one is answered right after a last connection. Then unload the model.
+    """Load the model, and send requests. Unload the model after the first correct answer for which `is_over()` is True.
 
-    Raises AssertionError if a command does not get exactly one answer.
+    Raises AssertionError if a command does not get exactly one answer, or if this takes more than `seconds`.
     """
     deadline = time.monotonic() + seconds
     while front.ask("open") != ["opened - ok 0 0"]:

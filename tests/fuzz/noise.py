@@ -44,7 +44,7 @@ class Noise:
             return []
         if ours is not None:
             self._place[log] = b" ".join(ours.groups())
-        # A line without such a beginning continues the previous line.
+        # A line that does not begin like rsrv's lines belongs to the previous line.
         place = log, self._place[log]
         self._lines[place] += 1
         self._count += 1

@@ -1,4 +1,7 @@
-"""Every ONNX file, however bad, is traced or is refused with a text, within limits. Before that, no tensors of its sizes are made."""
+"""Every ONNX file, however bad, is traced or is refused with a text, within limits of time and memory.
+
+A file may name huge sizes, so its tensors must not be made before it is checked.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Requests with errors. Their seeds reproduce them. Pure.
+"""Requests with errors, which their seeds reproduce. This module sends nothing.
 
-Each is an honest request with one to three changes: to its content, which both protocols carry, or to what carries it.
+Each bad request is an honest request with one to three changes to its content or its transport. Changes to the content are
+possible over both protocols.
 """
 
 from __future__ import annotations
@@ -386,7 +387,7 @@ def outputs(rng: Random, draft: Draft) -> None:
 @piece()
 def model(rng: Random, draft: Draft) -> None:
     draft.model = rng.choice((*_TEXTS, *NOT_UTF8, "double", "none", draft.model + "/versions/7"))
-    draft.cut = True  # In the path of HTTP, the name may end a line.
+    draft.cut = True  # The name is part of HTTP's path, and may contain the end of a line.
 
 
 @piece(numbers=True)

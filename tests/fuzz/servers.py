@@ -1,4 +1,4 @@
-"""A real server behind a gateway gets bad requests and honest ones. Both processes survive, and answer the honest ones right."""
+"""A real server and a gateway in front of it get bad and honest requests. Both survive, and answer the honest requests right."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _FLAGS = (
 def check_requests(seeds: Sequence[int], scratch: Path, *, front: Front = "python") -> Iterator[Verdict]:
     """Send a request for every seed, and print how honest requests ended.
 
-    `front`: the front of the models that can have it, which are half of the models. After a death, or if a request is not
-    answered, new servers are started for the next requests.
+    `front`: the front of the models that can have either front; the other models have the Python front. After the death of a
+    process, or if a request is not answered, new servers are started for the next requests.
     """
     attacks = map(make, seeds)
     batch = list(itertools.islice(attacks, _BATCH))
@@ -119,7 +119,7 @@ class _Sent(NamedTuple):
 
 
 class _Life:
-    """A server, its gateway and honest clients, until one of the processes dies. It is a context manager."""
+    """A server with its gateway and honest clients. It is used until a process dies. It is a context manager."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
         self._stack = ExitStack()
@@ -256,7 +256,7 @@ class _Life:
         return problems
 
     def _forgotten(self) -> list[str]:
-        """Return texts about wrong answers of a sequence, strings and a generation, which are sent after the bad requests."""
+        """Send a sequence, strings and a generation after the bad requests. Return texts about wrong answers."""
         problems = []
         with tritonclient.grpc.InferenceServerClient(self._server.server.grpc_url) as client:
             tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")

@@ -25,7 +25,8 @@ Random = random.Random
 _TO_STUB = frozenset(
     {*(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED), Kind.COLD, Kind.STARTING, Kind.TOKENS}
 )
-#: Values for the seconds of a start. 0 means no value. A request that may wait for less than the first value causes no start.
+#: Seconds in frames about starts; 0.0 stands for an unknown value. Limits of less than 0.1 s are missing, because requests that
+#: may wait for so short a time cause no start.
 _START_S = (0.1, 1.0, 1e9, 0.0)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
 #: Fields of a frame's entries: good values and wild values.
@@ -58,8 +59,7 @@ class Speaker:
         self._meta = self.key.startswith("meta")
         self._generates = self.key.startswith("generator")
         self._numbers = itertools.count()
-        #: Instance of the control process that the speaker plays.
-        #: Last revision that this control process has sent.
+        #: Instance of the control process that the speaker plays. `_revision` is the last revision that it has sent.
         self._instance = f"{rng.getrandbits(64):x}"
         self._revision = 0
         self._runs = [1]
@@ -145,7 +145,7 @@ class Speaker:
         return self._one(self._runs, _WILD_IDS)
 
     def _fields(self, of: Any, **known: int) -> list[int]:
-        """Return values for the fields of an entry. `known` has fixed ones."""
+        """Return values for the fields of an entry. `known` has the values of some fields; the others are random."""
         known.setdefault("request", self._request())
         return [known.get(name, self._one(*_FIELDS.get(name, _OTHER_FIELDS))) for name in of._fields]
 
@@ -169,7 +169,7 @@ class Speaker:
         return calls.Spot(kind, self._one(*_FIELDS["segment"]), self._one((at,), _FIELDS["inputs_at"][1]))
 
     def _object(self) -> Any:
-        """Return the object of a JSON frame, in which a part may be replaced."""
+        """Return the object of a JSON frame. A part of the object may be junk."""
         rng = self._rng
         names = ("m", "meta", "nobody", None)
         body: dict[str, Any] = rng.choice(

@@ -1,4 +1,4 @@
-"""Run cases one after the other in a child process, and watch its life, its time and its memory."""
+"""Run cases one after the other in a child process. Detect crashes and hangs, and measure CPU time and memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Verdict:
         return self.outcome in BAD
 
 
-#: Bad outcomes. crash: the child or a server died. hang: no end. fault: an error was raised. slow, bloat: too much CPU time or memory.
-#: unanswered, leak, harm, noise: bad requests were not answered, showed internals, harmed honest requests, or caused many log lines.
+#: Bad outcomes. "crash": the child or a server died. "hang": the case did not end in time. "fault": an error was raised. "slow":
+#: the case used too much CPU time. "bloat": the case used too much memory. "unanswered": a bad request got no answer. "leak": an
+#: answer showed internals of the server. "harm": honest requests got wrong answers. "noise": bad requests caused many log lines.
 BAD = ("crash", "hang", "fault", "slow", "bloat", "unanswered", "leak", "harm", "noise")
 
 Case = Callable[[int], str]

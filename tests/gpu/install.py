@@ -1,8 +1,8 @@
 """Make the folder .gpu with jax's CUDA plugin, and with a fake CUDA driver in the places of NVIDIA's libraries.
 
-PYTHONPATH puts the folder `site` in front of .venv's packages. It has the wheels that XLA needs to compile for a GPU, which are a
-tenth of what `jax[cuda13]` installs. The driver of tests/gpu/driver replaces the other libraries of CUDA. XLA and rsrv load these
-by name.
+Tests put the folder `site` in front of .venv's packages with PYTHONPATH. This folder has the wheels that XLA needs to compile for
+a GPU. They are a tenth of what `jax[cuda13]` installs. The driver of tests/gpu/driver replaces the other libraries of CUDA, which
+XLA and rsrv load by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LIBRARIES = (
     "site/nvidia/cudnn/lib/libcudnn.so.9",
 )
 
-#: A module of `jax_plugins`. jax calls its `initialize` before it checks for a device node, which only root can make.
+#: A module of `jax_plugins`. Only root can make a GPU's device node. jax calls this module's `initialize` before it looks for
+#: such a node, so the module can replace this check.
 NODE = '''
 """Make jax believe that this machine has the device node of a GPU."""
 
@@ -54,7 +55,8 @@ DIGEST = "driver/sources.sha256"
 def digest() -> str:
     """Return the digest of the driver's sources.
 
-    An installed driver with another digest may read settings of another layout than those of tests/gpu/fake_gpu.py.
+    If an installed driver was built from sources with another digest, it may expect another layout of the settings than
+    tests/gpu/fake_gpu.py writes.
     """
     hasher = sha256()
     for source in sorted((HERE / "driver").iterdir()):

@@ -82,7 +82,7 @@ def move_tensors() -> tuple[bool, int]:
 
 
 def test_tensors_of_every_type_come_and_go(gpu: FakeGpu) -> None:
-    """Tensors of all types are in the memory of jax's allocator. An abandoned load leaves nothing there."""
+    """Tensors of all types are in the memory of jax's allocator. A load that is abandoned frees its memory there."""
     arrived, taken = gpu.run(move_tensors)
 
     assert arrived
@@ -134,9 +134,9 @@ def start_beside_a_process_with_a_context() -> tuple[str, int | None]:
 
 
 def test_a_card_for_one_process_is_refused_beside_another_and_taken_after_it(gpu: FakeGpu) -> None:
-    """While another process has a card for one process, a device is refused with this reason. Later, the same process gets the card.
+    """A card admits only one process. While another process has this card, a device is refused with this reason.
 
-    jax itself only reports that it supports no device.
+    When the other process has ended, the refused process gets the card. jax itself only reports that it supports no device.
     """
     gpu.settings.compute_mode = EXCLUSIVE_PROCESS
 
@@ -190,7 +190,7 @@ def execute_and_reload(bundle: Path) -> list[float]:
             other = device.upload([np.ones((64, 64), np.float32)])
             device.free(weights)
             weights = other
-        # Then inputs and outputs get the same addresses as in the previous execution.
+        # When all memory except the weights is free, inputs and outputs get the same addresses as in the previous execution.
         wait_until(lambda: device.memory_in_use() == 4 * 64 * 64)
         run(device, executable, weights, [np.ones((1, 64, 64), np.float32)])
         ends.append(time.monotonic())

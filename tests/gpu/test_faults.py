@@ -27,7 +27,7 @@ def test_an_illegal_address_ends_the_runtime_and_the_next_one_serves(
 
     The next runtime gets the same amount of memory, although the driver still holds the memory of the first one when it starts.
     """
-    # On a busy machine, a runtime needs less than these 90 seconds to start.
+    # Even on a busy machine, a runtime starts within these 90 seconds.
     engine = serve(doubling, "guilty", "{platform: cuda}\nstub: {retry_s: 90}")
     assert answered(engine)
     gpu.settings.held_ns = 5 * 10**9

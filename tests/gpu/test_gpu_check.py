@@ -91,7 +91,10 @@ def is_alive(pid: int) -> bool:
 def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """Each part that checks answers finds the wrong answers of the card. Memory, order and errors are XLA's own, so they pass."""
+    """Each part that checks answers finds the wrong answers of the card.
+
+    Checks of memory, order and errors pass, because the fake card does not change these: XLA controls them.
+    """
     gpu.settings.cards[0].memory_bytes = 2 * GIB
     gpu.settings.kernel_ns = 2_000_000
     gpu.settings.context_bytes = CONTEXT

@@ -1,4 +1,4 @@
-"""A card with too little memory. What does not fit is refused at once, and the free memory is known."""
+"""A card with too little memory. Weights and executions that do not fit are refused at once, and the free memory is known."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def execute_too_much(bundle: Path) -> tuple[str, float]:
 
 
 def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
-    """Weights that do not fit are refused at once, while XLA would wait ten seconds. After others are freed, the same load succeeds."""
+    """Weights that do not fit are refused at once. XLA itself would wait ten seconds.
+
+    After other weights are freed, the same load succeeds.
+    """
     gpu.settings.cards[0].memory_bytes = 640 * MIB
 
     text, seconds = gpu.run(upload_too_much)
@@ -109,7 +112,8 @@ def test_weights_without_room_are_refused_at_once(gpu: FakeGpu) -> None:
 def test_weights_without_room_in_one_piece_are_refused_at_once(gpu: FakeGpu) -> None:
     """Enough memory is free, but not in one piece, so the weights are refused at once.
 
-    The allocator takes 330 MiB for a tensor of 210 MiB, and finds no 100 MiB in four pieces of 60 to 96 MiB.
+    In the first case, the allocator gives a tensor of 210 MiB a whole free piece of 330 MiB, so no piece is left for 100 MiB.
+    In the second case, four pieces of 60 to 96 MiB are free, and none of them has 100 MiB.
     """
     gpu.settings.cards[0].memory_bytes = 640 * MIB
 
@@ -202,7 +206,7 @@ def refusal_and_limit() -> tuple[str, int | None]:
 
 
 def test_a_full_card_is_refused_before_the_allocator_asks_for_memory(gpu: FakeGpu) -> None:
-    """A full card is refused before XLA's allocator asks for memory, because it would write 5 MB of log lines per second.
+    """A full card is refused before XLA's allocator asks for memory. On a full card, the allocator logs 5 MB of lines per second.
 
     After other processes have freed their memory, the next model gets the card.
     """

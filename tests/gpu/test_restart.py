@@ -109,7 +109,10 @@ def programs_of_a_start(repository: Path, directory: Path, prepares: bool) -> tu
 def test_the_next_runtime_has_all_programs_before_the_memory(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """A prepared runtime has compiled or read all programs before it gets the card's memory, because requests wait from then on."""
+    """A prepared runtime has compiled or read all programs before it gets the card's memory.
+
+    This matters because the old runtime ends at this time, and requests wait for the next one.
+    """
     repository = tmp_path / "gen"
     shutil.copytree(doubling, repository / "doubling" / "1" / "bundle")
 

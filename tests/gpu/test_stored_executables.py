@@ -75,7 +75,7 @@ def runtime(program: str, *arguments: object, variables: Mapping[str, str] = WIT
 def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """A server compiles nothing that rsrv-gen has compiled for its card, and everything that was compiled for another card.
+    """rsrv-gen compiles modules for a card, and a server with this card loads all of them. A server with another card loads none.
 
     A second run of rsrv-gen compiles nothing.
     """
@@ -150,9 +150,9 @@ def export_convolution(path: Path) -> None:
 
 
 def test_a_convolution_is_not_stored_without_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
-    """A convolution is not compiled without a card, because its engine is unknown.
+    """A convolution is not compiled without a card, because cuDNN executes it only with an engine that was tuned on a card.
 
-    A real cuDNN refused to execute one: CUDNN_STATUS_BAD_PARAM.
+    A real cuDNN refused to execute a convolution that was compiled without a card: CUDNN_STATUS_BAD_PARAM.
     """
     repository = tmp_path / "gen"
     export_convolution(tmp_path / "convolution")
@@ -168,7 +168,7 @@ def test_a_convolution_is_not_stored_without_a_card(gpu: FakeGpu, tmp_path: Path
 def test_the_profile_of_a_card_brings_its_tuning_to_another_machine(
     gpu: FakeGpu, doubling: Path, tmp_path: Path
 ) -> None:
-    """Kernels that were tuned on the card need no tuning on a machine without it.
+    """A profile has the tuning of a card's kernels. With this profile, a machine without the card compiles tuned kernels.
 
     A module that is not in the profile is reported, and is compiled without tuning.
     """

@@ -13,7 +13,7 @@ from rsrv_gen import run
 
 @pytest.fixture(autouse=True)
 def junk_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make rsrv-gen behave as without jaxlib: it does not read modules. In most tests, the modules are junk."""
+    """Let rsrv-gen run as if jaxlib were not installed, so that it does not parse modules. In most tests, these are junk."""
     monkeypatch.setattr(run, "find_spec", lambda name: None)
 
 

@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][:/\s]*):([0-9]{1,5})")
 class Address:
     """The address of a server."""
 
-    #: Name or address, without brackets. Empty: all addresses of this machine.
+    #: Host name or IP address, without brackets. Empty: all addresses of this machine.
     host: str
     port: int
 

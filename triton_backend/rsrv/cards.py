@@ -1,4 +1,4 @@
-"""Figures of GPUs, for compiling modules on machines without such a GPU, and profiles made on machines with one.
+"""Figures and profiles of GPUs, with which modules are compiled on machines without such a GPU. A profile is made on a GPU.
 
 The figures of H100, A100 and B200 are from XLA's own target configurations (xla/backends/gpu/target_config/specs in
 openxla/xla). The figures of L4 and T4, and all rates of tensor cores, are from NVIDIA's data sheets.
@@ -13,7 +13,7 @@ from pathlib import Path
 class Card:
     """A GPU as XLA's compiler sees it."""
 
-    #: Name by the driver. It equals jax's `device_kind`.
+    #: Name that the driver reports. It equals jax's `device_kind`.
     kind: str
     capability: tuple[int, int]
     #: Number of streaming multiprocessors.
@@ -47,9 +47,9 @@ class Card:
         return max(flop / rate, nbytes / self.bandwidth) + kernels * _KERNEL_S
 
     def target(self) -> str:
-        """Return the card as text of XLA's GpuTargetConfigProto, for the versions in docker/requirements.txt."""
+        """Return the card as text of XLA's GpuTargetConfigProto, as the versions in docker/requirements.txt expect it."""
         major, minor = self.capability
-        # From compute capability 9.0 on, some instructions exist in only one generation, such as wgmma.
+        # From compute capability 9.0 on, some instructions, such as wgmma, exist in only one generation of GPUs. Allow these.
         extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -168,7 +168,7 @@ class ProfileError(Exception):
 class CardProfile:
     """A card, and the results of XLA's tuning of kernels on it."""
 
-    #: Name by the driver.
+    #: Name that the driver reports.
     card: str
     #: CUDA compute capability.
     capability: str

@@ -27,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **options})
-        # Set `options.parser` to the innermost parser, which prints errors that are found later.
+        # `options.parser` becomes the parser of the innermost subcommand. It prints errors that the command finds after parsing.
         self.set_defaults(parser=self)
         #: The commands under each headline of the help. If this is empty, all commands are under one headline.
         self.command_groups: Mapping[str, Sequence[str]] = {}
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the lines that an error of the command line prints."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
-                # List the commands without their aliases: argparse's own message has both.
+                # List the commands without their aliases, which argparse's own message contains.
                 message = f"name a command: {', '.join(choice.dest for choice in action._choices_actions)}"
         return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
 
@@ -165,8 +165,8 @@ class Terminated(KeyboardInterrupt):
 def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]:
     """Return a decorator for a command's main function.
 
-    The command then ends without a traceback after Ctrl-C, SIGTERM, or the end of the reader of stdout, and if a package of
-    `extra` is not installed. It can also print names of files that are not UTF-8.
+    The decorated command ends without a traceback after Ctrl-C or SIGTERM, if the reader of stdout ends, and if a package of
+    `extra` is not installed. The command can also print file names that are not UTF-8.
     """
 
     def wrap(main: Main) -> Callable[..., int]:
@@ -204,9 +204,9 @@ def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise Terminated in the main thread, and restore the handlers of both signals at the end.
+    """Make SIGTERM raise Terminated in the main thread. At the end, restore the handlers of SIGTERM and SIGINT.
 
-    In another thread, which cannot set handlers, this does nothing.
+    In any other thread, this does nothing, because only the main thread can set handlers.
     """
 
     def end(number: int, frame: object) -> NoReturn:
@@ -226,9 +226,9 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def end_in_order() -> None:
-    """Make SIGTERM and SIGINT end a starting server with status 0, as they end a serving one.
+    """Make SIGTERM and SIGINT end a starting server with status 0, as they end a serving server.
 
-    Otherwise, the first process of a container would ignore SIGTERM. The server's event loop replaces these handlers.
+    Without a handler, process 1 of a container would ignore SIGTERM. The server's event loop later replaces these handlers.
     """
 
     def end(number: int, frame: object) -> NoReturn:
@@ -239,9 +239,9 @@ def end_in_order() -> None:
 
 
 def put(line: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, on `stream` or stdout. If the reader has closed it, this line and all later ones are lost.
+    """Print a line at once, on `stream` or stdout. If the stream's reader has closed it, drop this line and all later lines.
 
-    Commands that continue without a reader use this function, and so do processes that they start.
+    Use this function in commands that continue without a reader, and in processes that such commands start.
     """
     stream = stream or sys.stdout
     try:

@@ -18,11 +18,11 @@ class DesiredModel(TypedDict, total=False):
 
     #: Keys of the model's section of rsrv.yaml that take effect at once.
     settings: dict[str, Any]
-    #: None: the model runs even if all models are paused.
+    #: The model's own pause. None: the model runs even if all models are paused.
     paused: PauseMode | None
     #: True if the weights are loaded when the model is built.
     prefetched: bool
-    #: Rises with each command about the weights, so that the runtime retries a load that may have failed before.
+    #: Rises with each command about the weights. The runtime then retries a load even if it has failed before.
     asked: int
 
 
@@ -60,7 +60,7 @@ def document_of(settings: Settings) -> DesiredDocument:
 
 
 def difference(before: DesiredDocument, after: DesiredDocument) -> DesiredChanges:
-    """Return the changes that lead from one document to the other."""
+    """Return the changes that turn the document `before` into the document `after`."""
     changes = DesiredChanges()
     if before["scheduler"] != after["scheduler"]:
         changes["scheduler"] = after["scheduler"]

@@ -1,4 +1,4 @@
-"""Errors in YAML files, with the key as it is in the file, the fault, and the remedy."""
+"""Messages about errors in YAML files. A message has the key as it is in the file, the fault, and the remedy."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
@@ -41,10 +41,10 @@ def read_yaml(text: str, of: str) -> dict[str, Any]:
 
 
 def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str:
-    """Return a line `key: problem` for an error of pydantic. `error` is one of the `errors()` of validating `raw` as `root`.
+    """Return a line `key: problem` for an error that pydantic reported when it validated `raw` as `root`.
 
-    The key is the key in the file. Some parts of pydantic's path are not in the file, because a validator has put a list
-    around a single entry or a mapping around a list. They are left out.
+    The key is the key in the file. A validator may have put a list around a single entry, or a mapping around a list. The parts
+    of pydantic's path that the validator added are left out.
     """
     path = [part for part in error["loc"] if part != "[key]"]
     key = ".".join(_in_file(path, raw))
@@ -58,7 +58,7 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = "must be a mapping" if mapping else message.partition(", unable to parse")[0]
     if not key:
-        return str(message)  # This message is about several keys, and names them.
+        return str(message)  # The message is about several keys, and already names them.
     value = repr(error["input"])
     return f"{key}: {message} (found {value if len(value) <= _MAX_VALUE else value[:_MAX_VALUE] + '...'})"
 
@@ -66,7 +66,7 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
     for part in path:
         if isinstance(part, int) and not isinstance(raw, list) and raw is not None:
-            continue  # The file has no list here.
+            continue  # Only a validator has made a list here.
         elif isinstance(part, str) and isinstance(raw, list):
             continue
         yield str(part)
@@ -79,13 +79,14 @@ def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
 
 
 def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
-    """Return the known keys at a path. The annotations of the fields lead to their model."""
+    """Return the known keys at a path. The annotation of each field on the path leads to the next model."""
     here: list[Any] = [root]
     for part in path:
         fields = [
             kind.model_fields[part].annotation for kind in here if part in getattr(kind, "model_fields", ())
         ]
-        # Other types are lists and mappings. All of their entries have one type, the last argument of the annotation.
+        # If no type has this field, the types are lists and mappings. The last argument of their annotation is the type of
+        # their entries.
         here = [
             kind
             for annotation in fields or [get_args(member)[-1] for member in here]
@@ -95,7 +96,7 @@ def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the members of a union that may have keys. For any other type, return the type itself."""
+    """Return the members of a union that may have keys. If the annotation is no union, return the annotation itself."""
     if get_origin(annotation) not in (Union, UnionType):
         return [annotation]
     return [kind for kind in get_args(annotation) if get_args(kind) or hasattr(kind, "model_fields")]

@@ -1,4 +1,4 @@
-"""Commands that install rsrv's extras, for messages about a package that is missing."""
+"""Commands that install rsrv's extras. Messages about a missing package contain them."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def install_command(*extras: str) -> str:
 
 def _origin() -> dict[str, Any]:
     """Return pip's record of the source of rsrv (PEP 610). It is empty if rsrv came from an index."""
-    # Import this only for a message, because commands start faster without it.
+    # Import this module only when a message needs it, because commands start faster without it.
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

@@ -72,14 +72,14 @@ class Histogram:
         self.sum += other.sum
 
     def since(self, earlier: "Histogram") -> "Histogram":
-        """Return the values added since `earlier`, which has the same bounds. If counting began again since, return all."""
+        """Return the values that were added after `earlier`. If counting has begun again after `earlier`, return all values."""
         counts = list(map(sub, self.counts, earlier.counts))
         if min(counts) < 0:
             return self
         return Histogram(self.bounds, counts, self.sum - earlier.sum)
 
     def quantile(self, q: float) -> float | None:
-        """Return a quantile as PromQL's histogram_quantile, with values spread evenly in their interval. None: no values."""
+        """Return a quantile, or None without values. As in PromQL, values are spread evenly within their interval."""
         total = sum(self.counts)
         if not total:
             return None
@@ -92,7 +92,7 @@ class Histogram:
         return self.bounds[-1]
 
     def trimmed(self) -> tuple[int, list[int]]:
-        """Return the number of empty intervals at the start, and the counts of the next ones up to the last non-empty one."""
+        """Return the number of empty intervals at the start, and the counts of the others up to the last non-empty one."""
         counts, first, end = self.counts, 0, len(self.counts)
         while end and not counts[end - 1]:
             end -= 1
@@ -107,7 +107,7 @@ class Histogram:
 
     @classmethod
     def of(cls, bounds: Sequence[float], trimmed: Trimmed) -> "Histogram":
-        """Return the histogram with these bounds that a record has in `trimmed`."""
+        """Return the histogram with these bounds and the counts of `trimmed`, which is part of a record."""
         histogram = cls(bounds, sum=trimmed.sum)
         histogram.counts[trimmed.first : trimmed.first + len(trimmed.counts)] = trimmed.counts
         return histogram

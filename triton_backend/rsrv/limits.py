@@ -1,4 +1,4 @@
-"""Limits and memory of this process, and memory of the machine or, if that is less, of the container's control group."""
+"""Limits and memory of this process, and memory of the machine or of the container's control group, whichever has less."""
 
 import ctypes
 import gc
@@ -27,10 +27,10 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def spare_memory(root: Path = Path("/")) -> int:
-    """Return about how many bytes of memory are free now.
+    """Return approximately how many bytes of memory are free now.
 
-    The parts of the kernel's file cache that were read only once count as free. Of the parts that were read again, half
-    counts as free, because they include programs.
+    File cache of the kernel counts as free if it was read only once. Of file cache that was read again, half counts as free,
+    because it includes running programs.
     """
     amounts = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
@@ -63,7 +63,7 @@ def private_bytes(root: Path = Path("/")) -> int:
 
 
 def limit_private_bytes(more: int) -> None:
-    """Limit this process to this many bytes more than it has. Shared memory and files do not count."""
+    """Limit the private memory of this process to this many bytes more than it has. Shared memory and files do not count."""
     limit = private_bytes() + more
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
@@ -72,7 +72,7 @@ def limit_private_bytes(more: int) -> None:
 
 
 def stack_bytes() -> int:
-    """Return the bytes of private memory that each further thread takes for its stack. Threads never touch most of them."""
+    """Return the bytes of private memory that each further thread takes for its stack. A thread never touches most of it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _DEFAULT_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
 
@@ -100,8 +100,8 @@ def _meminfo(root: Path, name: str) -> int:
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the control groups that limit this process's memory, each with its limit in bytes.
 
-    Inside a container, the kernel may report the path of the group outside the container. The group is then at the root. If the
-    kernel has no control groups, nothing is yielded.
+    Inside a container, the kernel may report the path that the group has outside the container. The group is then at the root of
+    the mount. If the kernel has no control groups, nothing is yielded.
     """
     mounts = {"": root / "sys" / "fs" / "cgroup", "memory": root / "sys" / "fs" / "cgroup" / "memory"}
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():

@@ -1,4 +1,4 @@
-"""Listens for HTTP on IPv4 and IPv6, and refuses requests for names of other machines."""
+"""Listens for HTTP on IPv4 and IPv6, and refuses requests whose header Host names another machine."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ async def listen(
     tls: ssl.SSLContext | None = None,
     backlog: int = 128,
 ) -> asyncio.Server:
-    """Listen for TCP connections. A host for all addresses includes IPv4 and IPv6, as in gRPC's servers. Raises OSError."""
+    """Listen for TCP connections. If the host means all addresses, listen on IPv4 and IPv6, as gRPC does. Raises OSError."""
     loop = asyncio.get_running_loop()
     if where.host not in _ANY:
         return await loop.create_server(
@@ -49,16 +49,16 @@ async def listen(
 class KnownHosts:
     """Refuses requests whose Host is a public name that is not this machine's.
 
-    A web page of another site can make its own name resolve to this machine (DNS rebinding). It can then read everything
-    that its visitor's browser can reach here. Such a request has the page's name in its header Host. The page's name cannot be
-    an address, a name without dots, or a name that only private networks resolve, so these hosts are admitted.
+    A web page of another site can make its own name resolve to this machine (DNS rebinding). The page can then read everything
+    that the browser of its visitor can reach here. Such a request has the page's name in its header Host. The page's name cannot
+    be an address, a name without dots, or a name that only private networks resolve, so these hosts are admitted.
     """
 
     def __init__(self, listens: str, *open_paths: str) -> None:
         """`listens` is HOST:PORT of the server. Its host is admitted. `open_paths` are paths that answer any Host."""
         self._known = {host_of(listens), socket.gethostname().lower()}
         self._open_paths = open_paths
-        #: The machine's full name. A name server may have to resolve it.
+        #: The machine's full name. It is a future, because a name server may have to resolve the name.
         self._full: asyncio.Future[str] | None = None
 
     @web.middleware

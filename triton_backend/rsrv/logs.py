@@ -1,4 +1,4 @@
-"""Log lines: text for people, or a JSON object per line for programs. They have numbers and names, never tensors.
+"""Log lines: text for people, or a JSON object per line for programs. Lines have numbers and names, never tensors.
 
 Every process of rsrv writes to its stderr, which is the log of tritonserver or of `rsrv serve`.
 """
@@ -33,12 +33,12 @@ MAX_ID_LENGTH = 200
 MAX_TEXT_LENGTH = 500
 #: Maximum number of characters of a message or traceback.
 _MAX_MESSAGE = 16_000
-#: Control characters and line ends of a terminal, without tabs and newlines.
+#: Control characters and Unicode's line ends, without tabs and newlines.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def shorten(text: str, most: int) -> str:
-    """Shorten a text to about `most` characters from its start and its end, because a client may send megabytes."""
+    """Shorten a text to its first and last characters, about `most` in all, because a client may send megabytes."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -91,7 +91,7 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
 
 
 def flush() -> None:
-    """Write the waiting lines, within limited time. A process that ends without the interpreter's exit must call this."""
+    """Write the waiting lines, within limited time. A process must call this before `os._exit`."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
@@ -118,7 +118,10 @@ def formatter(format: Format, model: str | None = None) -> logging.Formatter:
 
 
 class TextLines(logging.Formatter):
-    """Formats lines for people. Texts quote clients, so further lines of a text are indented, and control characters escaped."""
+    """Formats lines for people.
+
+    A text may quote a client. So its second and later lines are indented, and control characters are escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(_rendered(record))
@@ -129,7 +132,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats JSON objects. `time` is UTC, RFC 3339. A line's own field overrides a common one."""
+    """Formats JSON objects. `time` is UTC, RFC 3339. A field of the log call overrides a common field of the same name."""
 
     def __init__(self, model: str | None = None) -> None:
         super().__init__()
@@ -175,9 +178,9 @@ def _jsonable(value: object) -> object:
 class Aside(logging.Handler):
     """Writes on a thread of its own, so that a stopped terminal or a pipe without a reader blocks no other thread.
 
-    If too many lines wait, further lines are dropped, and a line counts them. A critical line is an exception: logging waits
-    some time until it is written, because the process may end after it. The thread starts with the first line. A fork of the
-    process does not have the thread, so logging waits there.
+    If too many lines wait, further lines are dropped, and a later line reports their number. After a critical line, logging waits
+    for a limited time until all lines are written, because the process may end next. The thread starts with the first line. A
+    fork of the process does not have the thread, so in the fork, the logging thread itself writes, and may block.
     """
 
     def __init__(self, fd: int = 2, most: int = _MAX_WAITING) -> None:
@@ -192,7 +195,7 @@ class Aside(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Format an exception now. Otherwise, it would keep everything alive that it refers to, including tensors.
+            # Format an exception now. While it waits, it would keep everything alive that it refers to, including tensors.
             line = self.format(record) if record.exc_info else _rendered(record)
         except Exception:  # noqa: BLE001  as in every handler
             self.handleError(record)
@@ -207,7 +210,7 @@ class Aside(logging.Handler):
         return os.getpid() == self._process
 
     def _take(self, line: str | logging.LogRecord) -> bool:
-        """Queue a line. Return False if there is no thread to write it and no memory for a thread."""
+        """Queue a line, or count it as lost. Return False if the writing thread cannot be started."""
         with self._changed:
             if not self._started:
                 try:
@@ -223,7 +226,7 @@ class Aside(logging.Handler):
             return True
 
     def flush(self) -> None:
-        """Wait until all lines are written, within limited time. Also called at the interpreter's end."""
+        """Wait until all lines are written, for a limited time. `logging` also calls this at the interpreter's end."""
         if self._is_original():
             with self._changed:
                 self._changed.wait_for(lambda: not self._lines, _FLUSH_TIMEOUT_S)
@@ -234,7 +237,8 @@ class Aside(logging.Handler):
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines[0]
             self._put(line)
-            # Read the count after the write, because lines may be lost while the write waits. One line then counts all of them.
+            # Read the count only after the write, because further lines may be lost while the write blocks. One line then
+            # reports all of them.
             with self._changed:
                 lost, self._lost = self._lost, 0
             if lost:

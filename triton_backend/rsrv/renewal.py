@@ -157,7 +157,10 @@ class Renewals:
 
 
 class RenewedTls(ssl.SSLContext):
-    """A context that uses the latest files for new connections. Only asyncio may use it, because it calls only `wrap_bio`."""
+    """A context that uses the latest files for new connections. Use it only with asyncio, which calls only `wrap_bio`.
+
+    The other methods of the context do not use the latest files.
+    """
 
     latest: Callable[[], ssl.SSLContext]
 
@@ -172,7 +175,7 @@ class RenewedTls(ssl.SSLContext):
 
 
 def end_of(pem: bytes) -> float:
-    """Return the Unix time at which the first certificate of a chain ends. Raises ValueError if there is no certificate."""
+    """Return the earliest Unix time at which a certificate of a chain ends. Raises ValueError if there is no certificate."""
     ends = [_end(ssl.PEM_cert_to_DER_cert(match[0].decode("ascii"))) for match in _CERTIFICATE.finditer(pem)]
     if not ends:
         raise ValueError("the file has no certificate")

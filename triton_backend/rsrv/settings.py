@@ -238,7 +238,7 @@ class StubSection(Section):
     )
 
 
-#: The way of a meta model's calls to rsrv's models.
+#: How a meta model calls rsrv's models.
 Transport = Literal["direct", "bls"]
 
 
@@ -368,7 +368,7 @@ class TracesSection(Section):
         return endpoint
 
 
-#: The place that a model's weights are guaranteed to have.
+#: Where a model's weights always have a place.
 Residency = Literal["unpinned", "system", "device"]
 
 
@@ -524,16 +524,16 @@ class Settings(BaseSettings):
         return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
-        """Return a model's settings. If it has no `start` or `idle` of its own, these are the runtime's."""
+        """Return a model's settings. If its `start` or a key of its `idle` is absent, the result has the runtime's value."""
         own = self.models.get(name, _NO_SETTINGS)
         return own.model_copy(update={"start": self.start_of(name), "idle": self.idle_limits(name)})
 
     def start_of(self, name: str) -> Start:
-        """Return when a model starts. This is cheaper than `for_model`, for callers that need it for all models."""
+        """Return when a model starts. Callers that need this for all models should not call `for_model`, which is slower."""
         return self.models.get(name, _NO_SETTINGS).start or self.runtime.start
 
     def idle_limits(self, name: str) -> IdleSection:
-        """Return a model's `idle`. This is as cheap as `start_of`."""
+        """Return a model's `idle`. Absent keys have the runtime's values. A call is as cheap as a call of `start_of`."""
         own = self.models.get(name, _NO_SETTINGS).idle
         if not own.model_fields_set:
             return self.runtime.idle
@@ -596,9 +596,9 @@ def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | No
 
 
 def dump_settings(settings: Settings) -> str:
-    """Return the text of a rsrv.yaml with every key and its meaning. To load it gives the same settings.
+    """Return the text of a rsrv.yaml with every key and its meaning. Loading this text gives the same settings.
 
-    Raises SettingsError if the name of a folder cannot be written to a file of text.
+    Raises SettingsError if the name of a folder is not UTF-8, because the text could not be written to a file.
     """
     for folder in settings.lifecycle.bundles:
         if any("\udc80" <= character <= "\udcff" for character in str(folder)):

@@ -20,8 +20,8 @@ from rsrv.settings import (
 )
 from rsrv.wire.paths import write_whole
 
-#: When a change takes effect: at once, after `rsrv restart` (restart), after a restart of the server (server; after rsrv-gen, if
-#: the setting's description says so), or with the next rsrv-gateway (gateway).
+#: When a change takes effect. restart: after `rsrv restart`. server: after a restart of the server. If the setting's description
+#: says so, rsrv-gen must run before that restart. gateway: after a restart of rsrv-gateway.
 Effect = Literal["at once", "restart", "server", "gateway"]
 
 _SECTIONS: Final[Mapping[str, Effect]] = {
@@ -32,8 +32,7 @@ _SECTIONS: Final[Mapping[str, Effect]] = {
     "gateway": "gateway",
     "models": "at once",
 }
-#: Exceptions: keys whose changes take effect at another time than the changes of other keys of their section. Sections that are not
-#: in _SECTIONS wait for a restart of the server.
+#: Keys whose effect differs from that of their section. The effect of a section that is not in _SECTIONS is "server".
 _KEYS: Final[Mapping[str, Effect]] = {
     "runtime.platform": "server",
     "runtime.devices": "server",
@@ -65,7 +64,7 @@ RUNTIME_KEYS: Final = _at_once("runtime", RuntimeSection)
 MODEL_KEYS: Final = _at_once("models", ModelSection)
 #: Keys of the scheduler's section that `rsrv scheduler` can change.
 CHANGEABLE: Final = tuple(key for key in SchedulerSection.model_fields if key != "max_queue_depth")
-#: Maximum number of models in one command, which must fit in a frame.
+#: Maximum number of models in one command, because a command must fit in one frame.
 _MODELS: Final = 200
 
 
@@ -74,10 +73,13 @@ FILE_CHECK_S: Final = 1.0
 
 
 class FileMonitor:
-    """Checks whether a file must be read again. It reports a change once two consecutive checks find the same file."""
+    """Checks whether a file must be read again.
+
+    A change is reported only when two consecutive checks find the same new state of the file, because it may still be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        """The current content of the file is not a change."""
+        """Start from the current state of the file, which does not count as a change."""
         self._path = path
         self._known = self._latest = self._stat()
 
@@ -171,7 +173,7 @@ def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
 def _explained(where: tuple[str, ...], error: Exception, raw: object) -> SettingsError:
     if not isinstance(error, ValidationError):
         return SettingsError(f"{'.'.join(where)}: must be a mapping of keys")
-    # Explain only the first errors, because this takes time, in which the runtime waits.
+    # Explain only the first errors: explanations take time, and the runtime waits for them.
     errors = [{**problem, "loc": (*where, *problem["loc"])} for problem in error.errors()[:10]]
     return SettingsError("\n".join(explain(problem, Settings, raw) for problem in errors))
 

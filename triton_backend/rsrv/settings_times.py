@@ -38,8 +38,8 @@ class WeekTimes:
         """Return the Unix time of the latest of these times that is not after `now`. The machine's time zone applies."""
         here = datetime.fromtimestamp(now)
         moments = (datetime.combine(here - timedelta(days=back), self.at) for back in range(8))
-        # Compare Unix times. If the clock skips a time in spring, for example 02:30, the time takes effect an hour later, at 03:30.
-        # If the clock repeats a time in autumn, only its first occurrence takes effect.
+        # Compare Unix times. If the clock skips a time in spring, for example 02:30, the time takes effect an hour later, at
+        # 03:30. If the clock repeats a time in autumn, only its first occurrence takes effect.
         times = (moment.timestamp() for moment in moments if moment.weekday() in self.days)
         return next(time for time in times if time <= now)
 

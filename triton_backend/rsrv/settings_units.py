@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from rsrv.units import parse_size, parse_time
 
-#: Longest finite duration in seconds. A longer one counts as never.
+#: Durations of at least this many seconds count as never.
 _FOREVER_S: Final = 1e12
 
 
@@ -53,7 +53,7 @@ def _as_duration(value: Any) -> float:
             value = None
     if not _is_number(value) or not value > 0:
         raise ValueError("must be a time above 0 such as 600, 90s, 10m, 1h or 2d, or never")
-    # A whole number may be larger than any float.
+    # Compare before the conversion, which fails for whole numbers that are larger than any float.
     return float(value) if value < _FOREVER_S else inf
 
 

@@ -1,7 +1,7 @@
 """Text for people: figures with their units, lines from other processes, and hints about unknown words.
 
-Every command and page uses these units: bytes in steps of 1000 (kB, MB, GB), times in µs, ms, s, min and h, rates per
-second, all with three digits. A figure that is not known is a dash.
+Every command and page uses these units: bytes in steps of 1000 (kB, MB, GB), times in µs, ms, s, min and h, and rates per
+second. Figures have three digits, but minutes and hours have one decimal. A figure that is not known is a dash.
 """
 
 import re
@@ -62,7 +62,7 @@ def one_line(text: str) -> str:
 
 
 def os_error(error: OSError) -> str:
-    """Return the file and the reason, without the error number of str(). Of several errors, return the first."""
+    """Return the file and the reason of an error, without its error number. If `error` has several errors, use the first one."""
     if error.strerror is None:
         several = error.args[0] if error.args else None
         if isinstance(several, list) and several:
@@ -76,7 +76,7 @@ def os_error(error: OSError) -> str:
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Add a file or folder to every OSError of the block that names none, such as the error of a full disk."""
+    """Add `path` to every OSError of the block that names no file or folder, such as the error of a full disk."""
     try:
         yield
     except OSError as error:

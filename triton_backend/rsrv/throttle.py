@@ -11,9 +11,9 @@ MORE = " (%u more since the last such line)"
 _LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
 #: Module of the errors about requests that are not HTTP. aiohttp logs a traceback for each such request.
 _NOT_HTTP = "aiohttp.http_exceptions"
-#: Maximum number of characters of such an error's text.
+#: Maximum number of characters of the text of an error about a request that is not HTTP.
 _MAX_TEXT = 200
-#: Number of lines about single requests with the same message that may be written at once.
+#: Size of a burst: this many lines with the same message, each about one request, may be written at once.
 _BURST = 5
 
 
@@ -25,8 +25,8 @@ class Throttle:
         self._burst = burst
         self._clock = clock
         self._lock = threading.Lock()
-        #: For each kind: the number of lines that could be written after the latest call of `take`, the time of that call, and the
-        #: number of lines left out since the last written line.
+        #: For each kind: the number of lines that could be written after the latest call of `take`, the time of that call, and
+        #: the number of lines left out since the last written line.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def take(self, kind: Hashable) -> int | None:
@@ -46,7 +46,7 @@ class Throttle:
 
 
 def more(left_out: int) -> str:
-    """Return the text at the end of a line that says that `left_out` lines of the kind were left out before it."""
+    """Return the end of a line. It reports that `left_out` lines of the same kind were left out before this line."""
     return MORE % left_out if left_out else ""
 
 

@@ -11,7 +11,10 @@ class TokenError(ValueError):
 
 
 def read_token(path: Path, key: str) -> bytes:
-    """Return the token in a file. Raises TokenError if it holds no secret token. `key` is the setting that names the file."""
+    """Return the token in a file. `key` is the setting that names the file.
+
+    Raises TokenError if the file cannot be read, has no token, or can be read by every user.
+    """
     try:
         token = parse_token(path.expanduser().read_bytes(), path, key)
         mode = stat.S_IMODE(os.stat(path.expanduser()).st_mode)
@@ -23,7 +26,7 @@ def read_token(path: Path, key: str) -> bytes:
 
 
 def parse_token(content: bytes, path: Path, key: str) -> bytes:
-    """Return the token in the content of a file. Raises TokenError, which names the file and its setting or option, `key`."""
+    """Return the token in the content of a file. Raises TokenError. `key` is the setting or the option that names the file."""
     token = content.strip()
     if not (token.isascii() and token.decode("ascii", "replace").isprintable()) or len(token.split()) != 1:
         raise TokenError(f"{key}: {path} holds no token: one line of ASCII without spaces")

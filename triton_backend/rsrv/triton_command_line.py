@@ -23,15 +23,15 @@ OPERATOR_APIS: Mapping[str, str] = {
 #: Longest time for a program to list its options, in seconds.
 _HELP_S = 30.0
 
-#: Header with the key of the operators' APIs of `rsrv serve`, over HTTP.
+#: HTTP header in which a client sends the key for the operators' APIs of `rsrv serve`.
 OPERATOR_HEADER = "rsrv-key"
 
-#: Characters of paths that Triton's Python backend can use.
+#: Characters that a path may have if Triton's Python backend starts models in it.
 _USABLE = re.compile(r"[\w@%+=:,./#~^*-]", re.ASCII)
 
 
 def unusable_characters(path: Path) -> list[str]:
-    """Return the characters of a path that keep Triton's Python backend from starting a model there.
+    """Return the characters that prevent Triton's Python backend from starting a model in this path.
 
     Up to release 25.08, Triton starts its stubs through a shell that splits and expands the path: the load never ends,
     and the log does not say why. On all releases, the Python of the stubs finds no module in a path that is not ASCII.
@@ -42,7 +42,7 @@ def unusable_characters(path: Path) -> list[str]:
 def ask_flags(program: str, expected: str = "model-repository") -> frozenset[str]:
     """Return the names of a program's options. Raises OSError if the program does not list them.
 
-    A list without the option `expected` also counts as no list. By default, this is an option of tritonserver.
+    A list without the option `expected` also counts as no list. By default, `expected` is an option of tritonserver.
     """
     try:
         listed = subprocess.run(
@@ -58,7 +58,7 @@ def ask_flags(program: str, expected: str = "model-repository") -> frozenset[str
 
 
 def read_command_line(pid: int) -> list[str]:
-    """Return the words of a process's command line. Empty if the process has ended, or belongs to another user."""
+    """Return the words of a process's command line, or no words if the process has ended or belongs to another user."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -84,7 +84,7 @@ class Options:
                 )
 
     def values(self, name: str, shortest: str | None = None) -> list[str]:
-        """Return the values of an option, in order. `shortest` is its shortest unambiguous abbreviation."""
+        """Return the values of an option, in order. `shortest` is its shortest valid abbreviation (default: no abbreviation)."""
         shortest = shortest or name
         return [value for flag, value in self._given if flag.startswith(shortest) and name.startswith(flag)]
 
@@ -97,7 +97,7 @@ class Options:
 
 
 def listening(options: Options, front: str) -> Address:
-    """Return the address where a front end (a key of DEFAULT_PORTS) listens. Raises ValueError if that is not a valid address."""
+    """Return the address where the front end `front` (a key of DEFAULT_PORTS) listens. Raises ValueError if it is not valid."""
     # The HTTP and metrics front ends expect IPv6 addresses with a prefix, and gRPC expects them in brackets.
     host = bare(options.last(f"{front}-address", "0.0.0.0").removeprefix("ipv4:").removeprefix("ipv6:"))
     port = options.last(f"{front}-port", str(DEFAULT_PORTS[front]))
@@ -147,9 +147,9 @@ def open_apis(options: Options) -> tuple[list[str], list[str]]:
 
 
 def open_apis_warning(options: Options, remedy: str = "") -> str:
-    """Return a warning about what other machines can do with the operators' APIs. It is empty if they can do nothing.
+    """Return a warning about what other machines can do with the operators' APIs, or "" if they can do nothing.
 
-    `remedy` is its last sentence. By default, it names flags of tritonserver.
+    `remedy` is the last sentence of the warning. By default, this sentence names flags of tritonserver.
     """
     addresses, apis = open_apis(options)
     if not apis:

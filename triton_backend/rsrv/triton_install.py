@@ -35,7 +35,7 @@ PERF_ANALYZER = """\
 tritonclient==2.46.0 --hash=sha256:10d2cda89b72599757ef5aeab160c39c6dead64a97871c6156cdf25043f2f655
 """
 #: Packages that stubs import: numpy, and the imports of `rsrv.hooks`. The stub of 24.10 was built before numpy 2, and passes
-#: wrong inputs with it. There is no numpy 1.26 for Python 3.13, so `rsrv.stub` reads its inputs through DLPack there.
+#: wrong inputs with numpy 2. There is no numpy 1.26 for Python 3.13, so `rsrv.stub` reads inputs through DLPack on 3.13.
 STUB = """\
 numpy==1.26.4 ; python_version < "3.13" \
 --hash=sha256:666dbfb6ec68962c033a450943ded891bed2d54e6755e35e5835d63f4f6931d5 \
@@ -120,7 +120,7 @@ class Installation:
 
     @property
     def launcher(self) -> Path:
-        """The command tritonserver, with its libraries, backends and environment."""
+        """A script that starts tritonserver with its libraries, backends and environment."""
         return self.own / "bin" / "tritonserver"
 
     @property
@@ -185,7 +185,7 @@ class Installation:
         ]
 
     def _stamp(self, step: _Step) -> str | None:
-        """Return the key with which a step was last done."""
+        """Return the key that a step had when it was last done, or None if it was not done."""
         try:
             key = json.loads((step.folder / "stamp.json").read_text()).get(step.name)
         except (OSError, ValueError, AttributeError):
@@ -276,22 +276,23 @@ class _Step:
     name: str
     #: Folder of the stamp, the file that records which steps were done.
     folder: Path
-    #: Everything that the outcome depends on. The stamp has it.
+    #: Text with everything that the result of the step depends on. The stamp stores it.
     key: str
     title: str
     build: Callable[[], None]
 
 
 def make_stub_environment(folder: Path, requirements: str) -> None:
-    """Make a Python environment for stubs in `folder`, with these pip requirements and this rsrv.
+    """Make a Python environment for stubs in `folder`, with these pip requirements and this installation of rsrv.
 
     Raises:
         InstallError: Making the environment failed, or pip failed.
     """
     _must_run([sys.executable, "-m", "venv", str(_emptied(folder))])
-    # Do not install dependencies: tokenizers requires the hub's client, which is needed only for downloads.
+    # Do not install dependencies: tokenizers requires huggingface-hub, which is needed only for downloads.
     _pip(folder / "bin", "install", requirements=requirements)
-    # Link only rsrv, whose part for stubs is pure Python. So stubs cannot import other packages of this environment.
+    # Link only rsrv, whose part for stubs is pure Python. So stubs cannot import other packages of the environment that runs
+    # this code.
     (folder / "lib" / f"python{PYTHON_TAG}" / "site-packages" / "rsrv").symlink_to(PACKAGE)
 
 

@@ -41,7 +41,10 @@ def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
 
 @functools.cache
 def trained() -> dict[str, Any]:
-    """Return the parameters of each bundle: the layers of the backbone, which are the same arrays for all bundles, and `head`."""
+    """Return the parameters of each bundle by its name.
+
+    The layers of the backbone are the same arrays for all bundles. Only `head` differs.
+    """
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
 
@@ -70,7 +73,7 @@ def held_out(name: str) -> tuple[Array, Array]:
 
 
 def reference(inputs: Mapping[str, Array], params: Any) -> dict[str, Array]:
-    """image: f32 [n, 8, 8, 1] -> logits: f32 [n, classes], by the parameters of one of `TASKS`."""
+    """image: f32 [n, 8, 8, 1] -> logits: f32 [n, classes]. `params` are the parameters of one bundle."""
     return {"logits": np.asarray(apply(params, jnp.asarray(inputs["image"]))["logits"])}
 
 

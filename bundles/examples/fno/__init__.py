@@ -16,9 +16,9 @@ from rsrv_bundle.export import export_bundle
 Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 8, 32)
-#: Numbers of points around the circle, one variant each.
+#: Numbers of points around the circle. The bundle has a variant for each.
 GRIDS = (POINTS // 2, POINTS)
-#: Largest mean error of a trained operator on starts that it has not seen, relative to the answers' size.
+#: Largest allowed `mean_error` of a trained operator on starts that were not used for training.
 REQUIRED_ERROR = 0.02
 
 
@@ -29,7 +29,7 @@ def held_out() -> tuple[Array, Array]:
 
 
 def mean_error(computed: Array, expected: Array) -> float:
-    """Return the mean error of the rows (Euclidean norm), relative to the norm of the right row."""
+    """Return the mean relative error of the rows: the norm of the difference over the norm of the expected row."""
     return float(np.mean(np.linalg.norm(computed - expected, axis=1) / np.linalg.norm(expected, axis=1)))
 
 

@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 VISCOSITY = 0.1
 #: Time from a start to the answer.
 TIME = 1.0
-#: Number of points at which the solver computes. Starts have no waves that are too short for these points.
+#: Number of points at which the solver computes. All waves of a start are long enough for this grid.
 POINTS = 128
 
 _STEPS = 100
@@ -21,9 +21,9 @@ _WAVES = 6
 
 
 def starts(count: int, seed: int) -> Array:
-    """Return smooth starts, f64 [count, POINTS]: sums of random waves whose amplitudes fall with their number.
+    """Return smooth starts, f64 [count, POINTS]: sums of random waves.
 
-    Their mean variance is 1.
+    The amplitude of a wave falls with its wave number. The mean variance of a start is 1.
     """
     rng = np.random.default_rng(seed)
     x = 2 * np.pi * np.arange(POINTS) / POINTS
@@ -34,7 +34,7 @@ def starts(count: int, seed: int) -> Array:
 
 
 def solve(start: Array) -> Array:
-    """Return u at the time TIME for starts f64 [n, POINTS], f64 [n, POINTS].
+    """Return u at the time TIME, f64 [n, POINTS]. `start` is u at the time 0, f64 [n, POINTS].
 
     The solver is pseudo-spectral. It integrates the viscosity exactly, and the advection by the classical Runge-Kutta method.
     """

@@ -15,7 +15,7 @@ from examples.fno.burgers import POINTS, solve, starts
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Number of waves that a layer uses, number of channels, and number of layers.
+#: Number of Fourier modes that a layer keeps, number of channels, and number of layers.
 WAVES, WIDTH, LAYERS = 12, 24, 4
 
 _STARTS = 768
@@ -24,7 +24,10 @@ _STEPS = 1200
 
 
 def apply(params: Any, start: jax.Array) -> dict[str, jax.Array]:
-    """start: [n, x], u at x equal steps around the circle -> end: [n, x], u at `burgers.TIME`. Any x over twice WAVES."""
+    """start: [n, x] -> end: [n, x]: u at the time 0 and u at `burgers.TIME`, at x equally spaced points of the circle.
+
+    x may be any number above 2 * WAVES.
+    """
     angle = 2 * np.pi * np.arange(start.shape[1]) / start.shape[1]
     place = jnp.broadcast_to(jnp.stack([jnp.sin(angle), jnp.cos(angle)], -1), (*start.shape, 2))
     x = _dense(params["lift"], jnp.concatenate([start[..., None], place.astype(start.dtype)], -1))
@@ -42,7 +45,7 @@ def _waves(params: Any, x: jax.Array) -> jax.Array:
     """Multiply each of the longest waves by its own matrix, and drop all other waves."""
     spectrum = jnp.fft.rfft(x, axis=1)[:, :WAVES]
     kernel = jax.lax.complex(params["real"], params["imaginary"])
-    # Do not scale by the number of points. A finer grid has the same waves with larger sums.
+    # The sums of rfft grow with the number of points, and irfft divides by it. So the kernel fits grids of any size.
     return jnp.fft.irfft(jnp.einsum("nkc,kcd->nkd", spectrum, kernel), x.shape[1], axis=1)
 
 
@@ -51,7 +54,7 @@ def trained() -> Params:
     """Return the parameters, f32, after training with Adam on solved starts. Training takes some seconds, once per process."""
     known = starts(_STARTS, seed=1)
     solved = solve(known)
-    # Train at every other point. The operator then also works at all points.
+    # Train on every other point. The trained operator also works on the grid with all points.
     pairs = jnp.asarray(np.stack([known, solved], 1)[..., ::2], jnp.float32)
     rng = np.random.default_rng(2)
     order = rng.integers(0, _STARTS, (_STEPS, _BATCH))
@@ -64,7 +67,7 @@ def trained() -> Params:
 
     @jax.jit
     def step(params: Params, state: Any, rows: Any, by: Any) -> Any:
-        # The equation is the same at each point of the circle, so rotate each example.
+        # The equation is the same at each point of the circle, so a rotated example is also right. Rotate each batch.
         batch = jnp.roll(pairs[rows], by, axis=2)
         updates, state = optimiser.update(jax.grad(loss)(params, batch[:, 0], batch[:, 1]), state)
         return optax.apply_updates(params, updates), state

@@ -1,4 +1,4 @@
-"""resnet18: an image classifier, written in PyTorch, whose clients send files and get classes."""
+"""resnet18: an image classifier, written in PyTorch. Clients send image files and get classes."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ import numpy as np
 from rsrv.hooks.image import IMAGENET_MEAN, IMAGENET_STD, decode, normalise, resize_crop
 from rsrv.hooks.labels import softmax, top_k
 
-#: Numbers of pixels of the shorter side of a resized image, and of a side of its cropped middle. The proportion is that of
-#: torchvision's 256 and 224.
+#: An image is resized until its shorter side has SHORTER pixels. Then the square of SIDE x SIDE pixels at its centre is used. The
+#: ratio is about the ratio of torchvision's 256 and 224.
 SHORTER, SIDE = 110, 96
 
 

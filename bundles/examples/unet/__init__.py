@@ -26,7 +26,7 @@ def held_out() -> Scenes:
 
 
 def overlap(logits: Array, known: Scenes) -> float:
-    """logits: f32 [n, h, w] for the images of `known` -> intersection over union, of all pixels of all images."""
+    """logits: f32 [n, h, w] for the images of `known` -> intersection over union, computed once over the pixels of all images."""
     shown, there = logits > 0, known.pixels != 0
     return float((shown & there).sum() / (shown | there).sum())
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 CLASSES = 1000
-#: Number of pixels of a side of an image, and of a side of its patches.
+#: Width and height in pixels, of an image and of a patch.
 SIDE, PATCH = 64, 8
 WIDTH, HEADS, LAYERS = 192, 3, 12
 

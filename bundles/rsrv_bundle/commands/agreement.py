@@ -33,12 +33,12 @@ from rsrv_bundle.numerics import (
 from rsrv_bundle.padding_check import check_padding
 from rsrv_bundle.spec import Bundle
 
-#: Takes executable inputs by name, of any compiled batch size, and returns outputs in a form of `Results.of`.
+#: A function that takes executable inputs by name, of any compiled batch size. It returns outputs as `Results.of` takes them.
 Source = Callable[..., Any]
 
 
 class SourceError(Exception):
-    """The model that the bundle is compared with failed, or returned other tensors. The bundle is not to blame."""
+    """The model that the bundle is compared with failed, or its outputs do not fit the bundle. The bundle may be valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Comparison:
     """Inputs, source and tolerances of a comparison."""
 
     source: Source | None = None
-    #: Samples in the form of `samples.rows_of`.
+    #: Samples as `samples.rows_of` takes them, or None.
     samples: Mapping[str, Array] | None = None
-    #: Examples by executable input, for `numerics.example_inputs`. Without samples, random integers are taken from their
-    #: values.
+    #: Examples by executable input, as `numerics.example_inputs` takes them. Without samples, random inputs take their integers
+    #: from the examples.
     examples: Mapping[str, Any] = field(default_factory=dict)
-    #: Tolerances that replace entries of TOLERANCE, and bounds of a narrow bundle.
+    #: Tolerances by element type. They replace entries of TOLERANCE, and tolerances in the manifest of a narrow bundle.
     tolerance: Mapping[str, float] = field(default_factory=dict)
     #: True to write the measured errors into the manifest.
     store: bool = False
@@ -60,8 +60,8 @@ class Comparison:
 def agree(bundle: Bundle, comparison: Comparison, read_signature: SignatureReader) -> list[str]:
     """Run a bundle's modules on random inputs and on the samples. Return a line for each module.
 
-    Raises BundleError with a line for each module and output that exceeds its tolerance. Nothing is stored then. Also raises
-    SourceError and OSError.
+    Raises BundleError with a line for each module and output that exceeds its tolerance. In this case, the manifest does not
+    change. Also raises SourceError and OSError.
     """
     if bundle.manifest.kind == "meta":
         return ["has no modules of its own"]
@@ -72,7 +72,7 @@ def agree(bundle: Bundle, comparison: Comparison, read_signature: SignatureReade
     run = ModuleRunner(bundle, read_signature)
     samples = {} if comparison.samples is None else rows_of(bundle, comparison.samples)
     examples = _arrays(comparison.examples)
-    # A bundle may lack inputs and outputs of its ONNX file. Its provenance lists the missing ones.
+    # A bundle may lack inputs and outputs of its ONNX file. The bundle's provenance stores these changes, and `of` applies them.
     adapt = getattr(comparison.source, "of", None)
     original = comparison.source if adapt is None else adapt(bundle.manifest.provenance)
     source = None if original is None else _by_name(bundle, original)
@@ -105,7 +105,7 @@ def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-#: Words after the largest error of each kind of comparison, in the order of the report.
+#: For each kind of comparison, the words that follow its largest error in the report.
 _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",

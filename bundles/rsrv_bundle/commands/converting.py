@@ -1,4 +1,4 @@
-"""`rsrv-bundle convert`: a bundle with its modules for another version of StableHLO, in format 3."""
+"""`rsrv-bundle convert`: write a bundle in format 3, with its modules in another version of StableHLO."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def convert(
     """Write the bundle in `directory` to `out_dir`, in format 3 and for `stablehlo`. Read it back and return it.
 
     stablehlo: version of the portable artifacts, e.g. "1.9.0".
-    overwrite: replace an existing bundle. Without it that is an error.
+    overwrite: True to replace an existing bundle. Otherwise, an existing bundle is an error.
     read_signature: reads each module, old and new, before it is compiled.
 
     Every module is run on random inputs before and after the conversion, and the results must be equal bit by bit. Tensors that

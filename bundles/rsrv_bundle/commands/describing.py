@@ -28,14 +28,16 @@ from rsrv_bundle.state_sections import sections_of
 from rsrv_bundle.task_section import task_entry
 
 #: Source of the figures about a module's work. stablehlo: XLA's count for the stored module. compiled: the compiler's figures for
-#: the module compiled on this machine, with its memory. none: there are no figures.
+#: the module compiled on this machine, including scratch memory. none: there are no figures.
 Costs = Literal["stablehlo", "compiled", "none"]
 #: Number of the largest weights that are listed.
 _LARGEST = 5
 
 
 def describe(bundle: Bundle, read_signature: SignatureReader, costs: Costs = "stablehlo") -> dict[str, Any]:
-    """Return the content of the page in plain types. `read_signature` reads each module. Without jax, no work is counted.
+    """Return what `rsrv-bundle show` prints about a bundle, as dicts, lists, strings and numbers.
+
+    `read_signature` reads each module. Without jax, the figures about the modules' work are missing.
 
     Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
     """
@@ -47,7 +49,7 @@ def describe(bundle: Bundle, read_signature: SignatureReader, costs: Costs = "st
         "description": manifest.description,
         "internal": manifest.internal,
         "sha256": bundle.digest,
-        # For a generation, the section `generate` describes the clients' inputs.
+        # For a generation, the section `generate` describes the clients' inputs and outputs.
         "client_inputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_inputs],
         "client_outputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_outputs],
     }
@@ -161,7 +163,7 @@ def _weights(weights: tuple[WeightSpec, ...]) -> dict[str, Any]:
 
 
 def _other_files(bundle: Bundle) -> dict[str, int]:
-    """Return the sizes of the files that neither the format nor the hooks define, by name."""
+    """Return the sizes, by name, of all files except the manifest, model.py, the weights and the modules."""
     known = {FILE, HOOKS_FILE, weights_file.FILE, *(file.name for file in bundle.modules.values())}
     files = list_files(bundle.path, Problems())
     return {name: path.stat().st_size for name, path in sorted(files.items()) if name not in known}

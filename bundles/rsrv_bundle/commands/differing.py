@@ -1,4 +1,4 @@
-"""Differences and shared tensors of two bundles: for `rsrv-bundle diff`."""
+"""`rsrv-bundle diff`: find the differences and the shared tensors of two bundles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
 from rsrv_bundle.writer import document_of
 
-#: Weight of a bundle: (name, identity, bytes).
+#: Weight of a bundle: (name, identity, number of bytes).
 Tensor = tuple[str, TensorKey, int]
 
 
@@ -40,7 +40,10 @@ class WeightDifferences:
 
 
 def relate(a: list[Tensor], b: list[Tensor]) -> WeightDifferences:
-    """Compare weights by type, shape and content, as the server does, and not by name."""
+    """Compare the weights of two bundles.
+
+    As on a server, two weights are the same tensor if their types, shapes and contents are equal. Their names do not matter.
+    """
     keys_a, keys_b = ({key: nbytes for _, key, nbytes in side} for side in (a, b))
     named_b = {tensor[0]: tensor for tensor in b if tensor[1] not in keys_a}
     names_b: dict[TensorKey, list[str]] = {}

@@ -105,7 +105,7 @@ def _write(source: object, out_dir: Path, write: Callable[[], Bundle]) -> int:
     return 0
 
 
-#: Options of the command line that only a directory of Hugging Face has.
+#: Options of the command line that belong to --hf. The option `samples` also belongs to --onnx.
 HF_OPTIONS = (
     "task",
     "adapter",
@@ -118,7 +118,7 @@ HF_OPTIONS = (
     "slots",
     "samples",
 )
-#: Options that such a directory decides itself, and their values if they are not given.
+#: Options that --hf refuses, because the directory determines them. The value is the option's default.
 _DESCRIBED: Mapping[str, Any] = {
     "input": [],
     "input_shape": [],
@@ -167,8 +167,9 @@ def export_directory(arguments: argparse.Namespace) -> int:
 def _described(
     kind: str, target: str, arguments: argparse.Namespace
 ) -> tuple[LoadedModel, list[Mapping[str, Any]], dict[str, Any]]:
-    """Return the model, its example inputs if its exporter takes some, and the exporter's options about its inputs.
+    """Load the model that the command line names, and describe its inputs.
 
+    Return the model, a list with the example inputs (an empty list for ONNX), and the exporter's options for inputs and outputs.
     Raises ValueError, LoadError.
     """
     if kind == "onnx":
@@ -241,7 +242,7 @@ def _number(flag: str, name: str, text: str, kind: type[int | float]) -> Any:
 
 
 def _named_sizes(text: str) -> dict[str, int]:
-    """Parse the sizes of axes by their names in the file."""
+    """Parse `--input-shape` for an ONNX file: `NAME=SIZE,...`, with the names that axes have in the file."""
     sizes = {}
     for part in text.split(","):
         name, _, size = part.rpartition("=")
@@ -270,7 +271,7 @@ def _trouble(message: str) -> int:
 class ParsedInputs:
     """Arguments of `export_bundle` about the inputs."""
 
-    #: Arrays of zeros, which only have the shapes and types of the inputs.
+    #: Arrays of zeros with the shapes and types of the inputs.
     examples: Mapping[str, np.ndarray[Any, Any]]
     axes: Mapping[str, str]
     input_shapes: Sequence[Mapping[str, int]]
@@ -294,7 +295,7 @@ def parse_inputs(inputs: Sequence[str], input_shapes: Sequence[str], *, batched:
             int(size) if size.isdigit() else variants[0].get(size, 1) if variants else 1 for size in sizes
         ]
         examples[name] = np.zeros(shape, dtypes.numpy_dtype(dtype))
-        # Automatic letters are never variable axes.
+        # Axes of fixed size get letters that the user has not given to variable axes.
         free = (letter for letter in LETTERS if letter not in taken)
         axes[name] = "".join(next(free) if size.isdigit() else size for size in sizes)
     if len(examples) < len(inputs):

@@ -1,4 +1,4 @@
-"""`rsrv-bundle show`, `diff`, `convert` and `narrow`, with their output."""
+"""`rsrv-bundle show`, `diff`, `convert` and `narrow`: run the commands, and print their results and errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
 def diff(a: str, b: str, *, json: bool) -> int:
     """Print the differences and shared tensors of two bundles. Return 0 if they are equal, 1 if not, 2 on an error.
 
-    json: print an object instead. It has `a` and `b` with their sha256, `same`, `differences` and `weights` as lines, and the
-    bytes of both bundles' weights.
+    json: print a JSON object instead. `a` and `b` have the directory and the sha256 of a bundle. `same` is True if the bundles
+    are equal. `differences` and `weights` are lists of lines. `bytes` has the sizes of both bundles' weights.
     """
 
     def work() -> int:
@@ -180,7 +180,7 @@ def _reported(work: Callable[[], int], *, broken: int) -> int:
 
 @contextmanager
 def _about(directory: str) -> Iterator[None]:
-    """Put the directory before each problem."""
+    """Put the name of the directory in front of each problem of a BundleError."""
     try:
         yield
     except TargetError:

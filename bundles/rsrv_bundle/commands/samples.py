@@ -1,4 +1,4 @@
-"""Samples from a file as rows for a bundle's modules, through the bundle's own hook."""
+"""Read samples from a file, and convert them to rows for a bundle's modules, if necessary with the bundle's own hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Array = np.ndarray[Any, Any]
 
 
 def read_samples(file: Path) -> dict[str, Array]:
-    """Read the arrays of an .npz file, by name. Raises OSError, ValueError for Python objects or no samples."""
+    """Read the arrays of an .npz file, by name.
+
+    Raises OSError. Raises ValueError for another kind of file, for arrays of Python objects, and if there are no samples.
+    """
     with file.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise ValueError("is not a .npz file; write it with numpy.savez(file, NAME=array)")
@@ -35,13 +38,14 @@ def read_samples(file: Path) -> dict[str, Array]:
 
 
 def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Array]]:
-    """Return samples as executable inputs: for each variant, one array for each input. Its first axis counts rows.
+    """Return samples as executable inputs: for each variant, one array for each input. The first axis counts rows.
 
     samples: arrays by input name. The first axis of an array counts samples. Its other axes are the axes of the tensor without the
     batch axis.
 
-    The bundle's `preprocess` converts client inputs, one sample in each request; this runs the bundle's code. Executable inputs
-    are returned unchanged. Raises BundleError if the names, types or shapes fit neither kind of inputs, or if the hook fails.
+    The samples are client inputs or executable inputs. Client inputs are converted by the bundle's `preprocess`, which gets one
+    sample in each request. This runs the bundle's code. Raises BundleError if the names, types or shapes fit neither kind of
+    inputs, or if the hook fails.
     """
     preprocess = None
     specs = bundle.manifest.inputs
@@ -76,7 +80,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
             # The server passes strings to hooks in this form.
             array = (np.char.encode(array) if array.dtype.kind == "U" else array).astype(object)
         expected = np.dtype(object) if spec.dtype == dtypes.BYTES else dtypes.numpy_dtype(spec.dtype)
-        # numpy stores types that it does not know as bytes.
+        # In files, numpy stores the types of ml_dtypes, such as bf16, as raw bytes.
         if array.dtype.kind == "V" and expected != object and array.dtype.itemsize == expected.itemsize:
             array = array.view(expected)
         if array.dtype != expected:
@@ -89,7 +93,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
 
 
 def _hook(file: Path) -> Any:
-    # This is the server's own loader, so a file that loads there also loads here.
+    # Use the server's loader, so that a file that the server can load also loads here.
     from rsrv.hooks.loader import load_hooks
 
     try:
@@ -109,7 +113,7 @@ def _hook(file: Path) -> Any:
 
 
 def _executable(bundle: Bundle, request: Mapping[str, Array]) -> tuple[int, list[Array]]:
-    """Return the variant of a request and its rows."""
+    """Return the variant whose shapes a request has, and the executable inputs with the rows on the first axis."""
     specs = bundle.manifest.inputs
     missing = [spec.name for spec in specs if spec.name not in request]
     if missing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rsrv.text import amount, one_line
 
-#: Source of the figures about a module's work, by kind of count.
+#: Text that explains the figures about a module's work, by the value of `describing.Costs`.
 _COUNTED = {
     "stablehlo": "FLOPs and bytes moved: XLA's count for one execution, over the module as it is stored, before"
     " optimisation.\nA loop of unknown length counts once.",

@@ -47,7 +47,7 @@ _SAMPLES = {
 }
 
 
-#: For each kind of model, a module with the function that wraps a model as `LoadedModel.eager`, and with its exporter.
+#: For each kind of model: the module of this package, its function that makes `LoadedModel.eager`, and its exporting function.
 _EXPORTERS = {
     "jax": ("export", "eager_jax", "export_bundle"),
     "nnx": ("from_nnx", "eager_nnx", "export_nnx"),
@@ -69,11 +69,12 @@ class LoadError(Exception):
 class LoadedModel:
     """Model as its author wrote it."""
 
-    #: Takes numpy arrays by input name, and returns the model's results as numpy arrays or as `calling.Results`.
+    #: A function that takes numpy arrays by input name. It returns the model's results as numpy arrays or as `calling.Results`.
     eager: Callable[..., Any]
-    #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
+    #: The exporting function of this kind of model, such as `rsrv_bundle.export.export_bundle`, with the model as its first
+    #: arguments. It still needs the example inputs (except for ONNX) and the options.
     export: partial[Any]
-    #: Example inputs of the factory. May be empty.
+    #: Example inputs that the factory returned, or an empty mapping.
     examples: Mapping[str, Any]
 
 
@@ -112,7 +113,7 @@ def load(kind: str, target: str) -> LoadedModel:
             f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it, such as"
             f" `return {_SAMPLES[kind]}`"
         )
-    # An object does not contain the path of its file.
+    # Functions and classes know the file that defines them. Other objects do not, so use the module of `target`.
     code = (
         value
         if inspect.isfunction(value) or inspect.isclass(value)
@@ -191,7 +192,7 @@ def _dotted(file: Path) -> str:
 
 
 def _places(module: str) -> str:
-    """Return the places where a module was searched, and the most similar module there."""
+    """Return the end of an error text: the places where a module was searched, and a module with a similar name, if any."""
     files = Path(*module.split(".")[:-1]).glob("*.py")
     hint = nearest(module, map(_dotted, files))
     return f" in {os.getcwd()} or among the installed packages{hint if 'did you mean' in hint else ''}"
@@ -208,7 +209,7 @@ def _missing(target: str, error: ModuleNotFoundError) -> LoadError:
 
 
 def _is_model(kind: str, value: Any) -> bool:
-    """Return whether the value is a model. A class is not a model, but makes one."""
+    """Return whether the value is a model. A class whose instances are models is not a model itself."""
     if kind == "jax":
         return isinstance(value, tuple) and len(value) >= 2 and callable(value[0])
     home, name = {

@@ -56,7 +56,7 @@ _KNOWN: Final = (
     "task_type",
     "use_rslora",
 )
-#: Ways to begin a training that leave the weights of the base as they are.
+#: Values of init_lora_weights with which peft does not change the weights of the base.
 _BEGINNINGS: Final = (None, True, False, "gaussian", "orthogonal")
 #: Rank of adapters without the entry r, as in peft.
 _RANK = 8
@@ -69,7 +69,8 @@ def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
 
     `folder` must not exist.
 
-    Raises BundleError for an adapter that is not a LoRA, that breaks a rule of directories, or that does not fit the base.
+    Raises BundleError for an adapter that is not a LoRA, that breaks a rule of `rsrv_bundle.hf.directory`, or that does not fit
+    the base.
     """
     config = _config(adapter)
     weights = adapter / _WEIGHTS
@@ -96,7 +97,7 @@ def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
 
 
 def _config(adapter: Path) -> Mapping[str, Any]:
-    """Return adapter_config.json. Raises BundleError for kinds of adapters that the merge would get wrong."""
+    """Return adapter_config.json. Raises BundleError for an adapter that this module cannot merge correctly."""
     if not (adapter / _CONFIG).is_file():
         raise BundleError(f"--adapter: {adapter} has no {_CONFIG}; name a directory that peft wrote")
     config = read_documents(adapter.resolve())[adapter.resolve() / _CONFIG]
@@ -173,7 +174,10 @@ def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str,
 def _checked(
     name: str, layer: nn.Module, inner: torch.Tensor, outer: torch.Tensor, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices whose product has the shape of the layer's weight. Raises BundleError."""
+    """Return the two matrices of LoRA in the order in which their product has the shape of the layer's weight.
+
+    Raises BundleError if the layer or the matrices are not supported.
+    """
     from transformers.pytorch_utils import Conv1D
 
     if not isinstance(layer, nn.Linear | Conv1D) or outer.ndim != 2 or inner.ndim != 2:
@@ -187,7 +191,8 @@ def _checked(
         raise BundleError(
             f"{_WEIGHTS}: {name:.200}: has the rank {rank}, which is not that of its other matrix and of r in {_CONFIG}"
         )
-    # Decide by the layer's class, and ignore the entry fan_in_fan_out, which peft also corrects in this way.
+    # Conv1D stores the transposed weight. Decide by the layer's class. Ignore the entry fan_in_fan_out, which peft also corrects
+    # by the class.
     if isinstance(layer, Conv1D):
         return inner.float().T, outer.float().T
     return outer.float(), inner.float()

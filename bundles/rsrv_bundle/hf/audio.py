@@ -1,4 +1,4 @@
-"""Recipes for models that hear: speech to text with CTC, and classes of sounds. They read samples, as wav2vec2 does."""
+"""Recipes for models of sound: speech to text with CTC, and classes of sounds. The models read samples, as wav2vec2 does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import load_model
 from rsrv_bundle.hf.recipe import HubOptions, HubRecipe, Request, label_scores, row
 
-#: Seconds to compile for, unless the user gives lengths.
+#: Lengths to compile for, in seconds, unless the user gives lengths.
 _SECONDS = (5, 15)
 #: Minimum number of frames of a sound.
 _LEAST_FRAMES = 2
@@ -154,7 +154,7 @@ class _Sound:
         )
 
     def samples(self) -> dict[str, Request]:
-        """Return sounds of several lengths, some of them as long as the model reads, and of several formats."""
+        """Return sounds of several formats and lengths, including each compiled length."""
         counts = {"short": self.least, "third": max(self.least, min(self.lengths) // 3)}
         counts |= {f"{length} samples": length for length in self.lengths}
         counts |= {"nearly all": max(self.lengths) - 17}

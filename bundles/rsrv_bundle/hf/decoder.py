@@ -69,7 +69,7 @@ class Decoder:
         n, t = tokens.shape
         at = position[:, None] + jnp.arange(t)
         counted = jnp.arange(t) < lengths[:, None]
-        # Invalid tokens get a place outside of the pool, which is not written.
+        # Invalid tokens get a position outside of the pool, so nothing is written for them.
         where = jnp.where(counted, at, self.context)
         causal = (jnp.arange(self.context) <= at[:, :, None])[:, None, None]
         known = (jnp.arange(self.context) < (position + lengths)[:, None])[:, None, :, None]

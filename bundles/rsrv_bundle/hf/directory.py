@@ -1,7 +1,7 @@
 """Rules for a directory of Hugging Face: the files that are read, their maximum sizes, and files that are refused.
 
-A directory comes from strangers, so it is untrusted. Nothing in it may be code, name code, or lead out of it. These rules are
-checked before transformers or sentence-transformers read the directory:
+A directory comes from strangers, so it is untrusted. Its files must not contain code, name code, or refer to files outside of the
+directory. These rules are checked before transformers or sentence-transformers read the directory:
 
 - Weights are in safetensors files. Pickles are never opened.
 - No JSON file has `auto_map`, which names Python files of the directory.
@@ -173,7 +173,10 @@ def _name(root: Path, file: Path) -> str:
 
 
 def _is_inside(root: Path, file: Path) -> bool:
-    """True if a path, after all links, is in the directory. A snapshot in the hub's cache has links to the model's `blobs`."""
+    """Return True if a path, after all links, is in the directory.
+
+    A snapshot in the hub's cache has links to the folder `blobs` of its model. This folder is accepted as well.
+    """
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     return any(map(file.resolve().is_relative_to, inside))
 
@@ -259,7 +262,7 @@ def _check_options(file: str, document: Mapping[str, Any]) -> None:
 def _check_files(root: Path, name: str, document: Mapping[str, Any]) -> None:
     """Raise BundleError for entries that lead a tokenizer to files outside of the directory.
 
-    Old versions of transformers wrote the places of files in a cache. Such entries are harmless if no such file exists.
+    Old versions of transformers wrote the paths of files in a cache. Such an entry is harmless if the file does not exist.
     """
     for key, value in document.items():
         if not key.endswith("_file") or not isinstance(value, str):
@@ -343,14 +346,15 @@ def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
 
 
 def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> None:
-    """Raise BundleError if a folder has weights only as pickles, if it is an adapter, or if its index leads to other folders."""
+    """Raise BundleError if a folder has weights only as pickles, if it is an adapter, or if its index names other folders."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     where = f"{_name(root, folder)}: " if folder != root else ""
     if adapters := sorted(name for name in names if name.startswith("adapter_")):
         raise BundleError(
             f"{where}{adapters[0]}: belongs to an adapter of peft; pass its base to --hf, and its own directory to --adapter"
         )
-    # For its own modules, sentence-transformers reads only the file model.safetensors. If it is missing, it reads a pickle.
+    # For its own modules, sentence-transformers reads only the file model.safetensors. If this file is missing, it
+    # reads a pickle.
     end = ".safetensors" if folder == root else "model.safetensors"
     if not any(name.endswith(end) for name in names):
         if pickles := sorted(name for name in names if name.endswith(PICKLES)):
@@ -397,7 +401,7 @@ def _product(shape: Any, most: int) -> int:
     """Return the number of elements of a tensor of this shape. Raises ValueError if the shape is wrong, or above `most` elements."""
     total = 1
     for size in shape:
-        # A text multiplied by a number would be a text that takes all memory.
+        # Python repeats a string that is multiplied by a number, which could take all memory.
         if type(size) is not int or size < 0 or (total := total * size) > most:
             raise ValueError(f"a tensor has the shape {shape!s:.60}, for which the file is too small")
     return total

@@ -1,4 +1,4 @@
-"""`rsrv-bundle export --hf DIR`: from a directory of Hugging Face to a bundle that has been compared with its framework."""
+"""`rsrv-bundle export --hf DIR`: export a directory of Hugging Face, and compare the bundle with the directory's framework."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def export_hf(
     weights: str | None = None,
     overwrite: bool = False,
 ) -> Bundle:
-    """Write the model in a directory as a bundle, and compare their answers. Return the bundle as read back.
+    """Write the model in a directory as a bundle, and return the bundle as read back.
+
+    The bundle's answers are compared with the answers of the framework that the directory is for.
 
     directory: a directory that `save_pretrained` or sentence-transformers wrote. It is checked first, and nothing in it is executed.
     tolerance, weights: as for `export_bundle`. The entry f32 of `tolerance` also limits the difference of whole answers.
@@ -91,7 +93,7 @@ def export_hf(
     limit = {**TOLERANCE, **(tolerance or {})}["f32"]
     with offline(), writer.scratch_beside(target) as scratch:
         if options.adapter is not None:
-            # No bundle's name begins with a dot.
+            # The folder of the merged model begins with a dot. No bundle's name does, so the two cannot be the same.
             checked = merged(checked, options.adapter, Path(scratch, ".merged", checked.path.name))
         task = options.task or task_of(checked)
         others = {
@@ -153,7 +155,7 @@ def _export_recipe(
 
 
 def _examples(recipe: HubRecipe, hooks: str, folder: Path) -> Mapping[str, Any]:
-    """Return the inputs of the executable for the first two samples. The hooks make them, with their files in `folder`."""
+    """Return the executable inputs that `hooks` makes from the first two samples. `folder` has the files that the hooks read."""
     (folder / "model.py").write_text(hooks, encoding="utf-8")
     first = list(recipe.samples.values())[:2]
     request = {name: np.concatenate([sample[name] for sample in first]) for name in recipe.inputs}
@@ -182,12 +184,12 @@ def recipe_of(directory: Directory, task: str, options: HubOptions) -> HubRecipe
     except (BundleError, OSError, MemoryError):
         raise
     except Exception as e:
-        # The files have values that no check rejects, for example the number of a filter that does not exist.
+        # The files may have wrong values that no check rejects, for example the number of a filter that does not exist.
         raise BundleError(f"{directory.path.name}: cannot be read as a model for {task}: {summary(e)}") from e
 
 
 def task_of(directory: Directory) -> str:
-    """Return the task that config.json and modules.json name. Raises BundleError if no recipe does it."""
+    """Return the task that config.json and modules.json name. Raises BundleError if they name none."""
     if "Pooling" in directory.modules:
         return "feature-extraction"
     name = directory.architecture

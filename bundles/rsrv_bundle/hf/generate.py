@@ -92,7 +92,8 @@ def export_decoder(
         **others,
     )
     compared = _prompts(bundle, tokenizer, chat, decoder.context - _COMPARED, own)
-    # Options of the directory, such as repetition_penalty, would choose other tokens than the most likely ones.
+    # Remove the options of the directory. Some of them, such as repetition_penalty, would make transformers choose other tokens
+    # than the likeliest ones.
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     return {"tokens": max(greedy_gaps(bundle, model, compared, _COMPARED, limit))}
 
@@ -107,7 +108,7 @@ def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
         )
     windows = getattr(config, "layer_types", None) or []
     if getattr(config, "sliding_window", None) and ("sliding_attention" in windows or not windows):
-        # Within the window, all tokens see each other.
+        # Inside the window, sliding attention is the same as full attention.
         most = min(most, int(config.sliding_window))
     if context is not None and context > most:
         raise BundleError(f"--context: {context} is more than the {most} tokens that the model reads")
@@ -134,7 +135,7 @@ def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
 
 
 def weights_of(model: Any) -> dict[str, Array]:
-    """Return a model's weights by name. A head that is the embedding itself is left out."""
+    """Return a model's weights by name, without the output head if it is the same tensor as the embedding."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return {
         name: tensor.detach().numpy()
@@ -180,7 +181,7 @@ def _prompts(
     """Return the tokens of sample questions, as the server makes them.
 
     own: questions of the user, by name. Raises BundleError if transformers returns different tokens, or if a question of the user
-    has more than `most`.
+    has more than `most` tokens.
     """
     generate = bundle.manifest.generate
     assert generate is not None
@@ -249,7 +250,7 @@ def greedy_gaps(
 
 
 def _greedy(run: ModuleRunner, prompt: Sequence[int], count: int) -> list[int]:
-    """Return the first tokens of a bundle's greedy answer."""
+    """Return the first `count` tokens of a bundle's greedy answer."""
     manifest = run.bundle.manifest
     generate = manifest.generate
     assert generate is not None

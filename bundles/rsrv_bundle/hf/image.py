@@ -1,4 +1,4 @@
-"""Recipes for models that look at pictures: classes, embeddings, objects, segments and depth."""
+"""Recipes for models of pictures: classes, embeddings, objects, segments and depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import load_model
 from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_scores, row, value
 
-#: Pillow's filters by their numbers, which preprocessor_config.json has.
+#: Pillow's filters. The index of a filter is its number in preprocessor_config.json.
 _FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 #: Options of a processor that `_PictureSteps` does not cover. They are refused.
 _UNKNOWN: Final = (
@@ -109,7 +109,8 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
     cropped = (crop["height"], crop["width"]) if crop.keys() == {"height", "width"} else None
     shorter = size.get("shortest_edge", 0)
     if "crop_pct" in dir(processor) and shorter:
-        # ConvNeXT enlarges pictures and crops them for small sizes. For large sizes, it stretches pictures.
+        # For small sizes, ConvNeXT resizes pictures to a larger size and crops them. For large sizes, it stretches pictures to
+        # the size.
         if shorter < 384:
             cropped, shorter = (shorter, shorter), int(shorter / processor.crop_pct)
         else:
@@ -144,7 +145,7 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
 
 
 def _sides(name: str, size: Any) -> dict[str, int]:
-    """Return the sides of an entry of the processor, such as its height. Raises BundleError if one is out of range."""
+    """Return the sides in an entry of the processor, such as height and width. Raises BundleError if a side is out of range."""
     entries = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
     sides = {name: int(side) for name, side in entries.items() if side}
     if wrong := [side for side in sides.values() if not 0 < side <= _MAX_SIDE]:
@@ -191,7 +192,7 @@ class Pictures:
             from transformers import AutoImageProcessor
 
             loader: Any = AutoImageProcessor
-            # The hooks resize with Pillow, and torchvision's results differ in some pixels.
+            # Use Pillow, because the hooks also use it. The results of torchvision differ in some pixels.
             self.processor = loader.from_pretrained(
                 str(directory.path), local_files_only=True, trust_remote_code=False, backend="pil"
             )
@@ -216,8 +217,8 @@ class Pictures:
     ) -> HubRecipe:
         """Return the recipe of a network with one output.
 
-        `ask` is the pipeline, and `reference` converts its answer to the output. `post` is code of the hooks after `preprocess`,
-        which gets the sizes of the pictures. With `exact`, all samples have the size of the network's input.
+        `ask` is the pipeline, and `reference` converts its answer to the output. `post` is the code of
+        `postprocess`, which then gets the sizes of the pictures. With `exact`, all samples have the size of the network's input.
         """
         sized = ', "sizes": image.sizes(pictures)' if post else ""
         sized += ', "extents": extents' if self.steps.fitted else ""
@@ -388,7 +389,7 @@ def detect(directory: Directory, options: HubOptions) -> HubRecipe:
 
 
 def segment(directory: Directory, options: HubOptions) -> HubRecipe:
-    """Return the recipe for a class for each pixel, at the size of the network's input."""
+    """Return the recipe for semantic segmentation: a class for each pixel, at the size of the network's input."""
     from transformers import AutoModelForSemanticSegmentation
 
     if not directory.architecture.endswith("ForSemanticSegmentation"):
@@ -419,15 +420,16 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
         reference,
         "map",
         labels=labels,
-        # The pipeline scales its map to the picture.
+        # The pipeline scales its map to the size of the picture. So compare pictures of the network's input size.
         exact=True,
-        # If two classes are equally likely, rounding decides. `prove` compares the whole maps.
+        # Rounding decides between equally likely classes, so accept any difference of single pixels here. `prove` compares whole
+        # maps.
         tolerance={"i32": 1.0},
     )
 
 
 def depth(directory: Directory, options: HubOptions) -> HubRecipe:
-    """Return the recipe for the depth of each pixel, at the size of the network's input."""
+    """Return the recipe for depth estimation: the depth of each pixel, at the size of the network's input."""
     from transformers import AutoModelForDepthEstimation
 
     kind = directory.config.get("model_type")

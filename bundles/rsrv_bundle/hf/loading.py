@@ -71,7 +71,8 @@ def load_model(
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(str(directory.path), **options)
-        # Build the model without memory first, because config.json may ask for more than the machine has.
+        # First build the model on the device meta, which allocates no memory. config.json may describe a model that does not fit
+        # here.
         with torch.device("meta"), _few_modules():
             shape = (
                 auto.from_config(config, trust_remote_code=False)
@@ -155,7 +156,7 @@ def load_tokenizer(directory: Directory) -> Any:
 
 
 def check_tokenizer(tokenizer: Any, longest: int) -> None:
-    """Raise BundleError if a tokenizer makes a text too long, or takes too long for a text.
+    """Raise BundleError if a tokenizer may make a short text very long, has a very long token, or is too slow for some texts.
 
     longest: number of tokens of the longest row.
     """

@@ -94,7 +94,10 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
 
 
 def _error(got: Array, reference: Any) -> float:
-    """Return the relative error of one row's output. Strings are compared as parsed JSON; other unequal texts are infinitely far."""
+    """Return the relative error of one row's output.
+
+    Strings are compared as parsed JSON, or as texts if `reference` is a text. The error of unequal texts is infinite.
+    """
     if got.dtype != object:
         expected = np.asarray(reference)
         if got.shape != expected.shape:
@@ -111,7 +114,7 @@ def _error(got: Array, reference: Any) -> float:
 def _tree_error(got: Any, expected: Any) -> float:
     """Return the largest error of the numbers in two JSON documents. It is infinite if anything else differs."""
     if isinstance(expected, Mapping) and isinstance(got, Mapping) and got.keys() == expected.keys():
-        # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. The error ignores such sides.
+        # The sides of a box are whole pixels, so 12.9999 and 13.0 may become different numbers. Ignore such small differences.
         return max(
             (_tree_error(got[key], expected[key]) for key in expected if not _is_side(key, got, expected)),
             default=0.0,

@@ -57,7 +57,8 @@ class HubRecipe:
     outputs: tuple[str, ...]
     #: Requests of one row. The keys are names for errors.
     samples: Mapping[str, Request]
-    #: Function from a row to the framework's answer, by client output. Strings are parsed JSON, or text.
+    #: Function that returns the framework's answer to a request of one row, by client output. In place of a string of JSON, the
+    #: answer has its parsed content.
     reference: Callable[[Request], Mapping[str, Any]]
     input_shapes: Sequence[Mapping[str, int]] = ()
     #: Padded axis of the inputs, as `export_bundle` takes it.
@@ -69,9 +70,9 @@ class HubRecipe:
     #: Text of tokenizer.json.
     tokenizer: str | None = None
     #: Pictures of the comparison are scaled to this height and width, because the framework scales its answer to the size of the
-    #: picture. None: pictures of any size can be compared.
+    #: picture. None if pictures of any size can be compared.
     picture_size: tuple[int, int] | None = None
-    #: Framework that gives the reference, for errors.
+    #: Name of the framework that computes the reference, for errors.
     source: str = "transformers.pipeline"
     #: Largest errors of the modules by element type, where they differ from `numerics.TOLERANCE`.
     tolerance: Mapping[str, float] = field(default_factory=dict)

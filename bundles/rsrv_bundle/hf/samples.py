@@ -24,7 +24,10 @@ def read_samples(files: Sequence[Path], recipe: HubRecipe) -> dict[str, Request]
 
 
 def read_lines(files: Sequence[Path]) -> dict[str, str]:
-    """Return the lines of files that are not empty, by file and number. Raises BundleError, OSError."""
+    """Return the nonempty lines of text files. The keys are the name of the file and the number of the line.
+
+    Raises BundleError, OSError.
+    """
     samples = {}
     for file in files:
         try:

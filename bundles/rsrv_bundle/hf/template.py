@@ -1,4 +1,4 @@
-"""Chat templates of strangers. They are rendered in jinja2's sandbox, in a separate process with limits on time, memory and text."""
+"""Render untrusted chat templates: in jinja2's sandbox, in a separate process with limits on time, memory and text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
 def prompts(source: str, special: Mapping[str, str], questions: Sequence[str]) -> list[str]:
     """Return the prompts of questions. Raises BundleError for a template that fails, or exceeds a limit.
 
-    A template may treat each question in another way, so each one is rendered within the limits.
+    A template may treat each question in another way, so the template is rendered for each question.
     """
     if len(source) > MAX_SOURCE:
         raise BundleError(f"{_WHERE}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed: {_SIMPLER}")
@@ -85,7 +85,7 @@ def render(source: str, special: Mapping[str, str], questions: Sequence[str]) ->
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = fail
-    # A prompt with today's date would keep the date of the export.
+    # A bundle would keep the date of the export as today's date.
     environment.globals["strftime_now"] = lambda _: fail("it asks for the date, which a bundle cannot have")
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     template = environment.from_string(source)
@@ -98,7 +98,7 @@ def main() -> int:
     """Render the template on standard input within the limits, and write the prompts as JSON."""
     import resource
 
-    # Import jinja2 before the limits are set, because they are meant for the template alone.
+    # Import jinja2 before the limits are set, so that the import does not count.
     import jinja2.sandbox  # noqa: F401
 
     seconds = math.ceil(time.process_time()) + MAX_SECONDS
@@ -106,7 +106,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     request = json.loads(sys.stdin.buffer.read())
     try:
-        # Cut texts that are too long, because they are refused anyway.
+        # Cut texts that are too long. The parent process still sees that they are too long, and refuses them.
         texts = [
             text[: MAX_TEXT + len(question) + 1]
             for text, question in zip(render(**request), request["questions"], strict=True)

@@ -36,7 +36,7 @@ _INPUTS: Final[Mapping[str, tuple[str, int]]] = {
     "starts": ("starts", -1),
     "ends": ("ends", -1),
 }
-#: Kinds of models whose first position is the padding's id plus 1.
+#: Values of model_type of networks that number the positions in a text from the padding's id plus 1 on.
 _SHIFTED = (
     "roberta",
     "xlm-roberta",
@@ -47,12 +47,12 @@ _SHIFTED = (
     "xlm-roberta-xl",
     "ibert",
 )
-#: Function from the output of a network, `input_ids` and `attention_mask` to the outputs of the bundle.
+#: Function that takes the output of a network, `input_ids` and `attention_mask`, and returns the outputs of the bundle.
 _Answer = Callable[[Any, Any, Any], dict[str, Any]]
 
 
 class _TextReader(nn.Module):
-    """A network of token ids, with inputs i32 and the number of tokens as an output."""
+    """A network that reads token ids. Its inputs are i32. It also returns the number of tokens of each text."""
 
     def __init__(self, network: nn.Module, answer: _Answer) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _TextReader(nn.Module):
 
 
 class _Sentences(_TextReader):
-    """A model of sentence-transformers with all its modules, which change the mapping that they get."""
+    """A model of sentence-transformers with all its modules. Each module changes the mapping of arrays that it gets."""
 
     def call(self, given: dict[str, Any]) -> Any:
         return self.network(given)
@@ -115,7 +115,7 @@ class Text:
         names = inspect.signature(network.forward).parameters
         self.with_types = "token_type_ids" in tokenizer.model_input_names and "token_type_ids" in names
         self.lengths = self._lengths(directory, options, limit)
-        # The pipelines then cut at the same length.
+        # Set the length at which the pipelines cut a text, so that it is the same as the hooks' length.
         tokenizer.model_max_length = self.lengths[-1]
         check_tokenizer(tokenizer, self.lengths[-1])
 
@@ -150,9 +150,9 @@ class Text:
     ) -> HubRecipe:
         """Return the recipe of a module.
 
-        `outputs` are the clients' outputs without `tokens`, which every recipe has. With `spans`, the module gets the places of tokens
-        in their text. `check` is code of the hooks after the tokenizer, and `post` is code around `postprocess`. `samples` are by
-        default the samples of `texts`.
+        `outputs` are the clients' outputs without `tokens`, which every recipe has. With `spans`, the module also gets
+        the positions of the tokens in their text. `check` is code that `preprocess` runs after the tokenizer, and `post` is the
+        code of `postprocess` and of its constants. By default, the samples are those of `texts`.
         """
         unused = {*([] if self.with_types else ["token_type_ids"]), *([] if spans else ["starts", "ends"])}
         inputs = [name for name in _INPUTS if name not in unused]
@@ -181,7 +181,7 @@ class Text:
         fills = {**{name: _INPUTS[name][1] for name in inputs}, "input_ids": pad_id}
         values = "".join(f",{name}={fill}" for name, fill in fills.items() if fill)
         backend = self.tokenizer.backend_tokenizer
-        # Write into the file at which end long texts are cut, because the hooks read it there.
+        # Long texts are cut at one end. Write this end into tokenizer.json, where the hooks read it.
         backend.enable_truncation(self.lengths[-1], direction=self.tokenizer.truncation_side)
         file = backend.to_str()
         backend.no_truncation()
@@ -245,7 +245,7 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
     """Return the recipe for embeddings of a plain encoder: pooled vectors of its tokens."""
     from transformers import AutoModel, pipeline
 
-    # The vectors of the tokens are pooled here.
+    # The bundle pools the vectors of the tokens itself, so the weights of the pooler may be missing.
     network, tokenizer = load_model(AutoModel, directory, unused="pooler"), load_tokenizer(directory)
     text = Text(directory, options, network, tokenizer, cuts=True)
     pooling = options.pooling or "mean"
@@ -425,7 +425,8 @@ def tag(directory: Directory, options: HubOptions) -> HubRecipe:
     tokenizer = load_tokenizer(directory)
     text = Text(directory, options, network, tokenizer, cuts=True)
     labels = directory.labels
-    # The hooks after the network only see tokens. With `unk_token`, the pipeline would return the text of an unknown token.
+    # After the network, the hooks know the tokens, but not the text. Without `unk_token`, the pipeline also returns no original
+    # text in place of an unknown token.
     tokenizer.unk_token = None
     ask = pipeline(
         "token-classification",
@@ -446,7 +447,7 @@ def tag(directory: Directory, options: HubOptions) -> HubRecipe:
 
 
 def _plain(entity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pipeline's answer with Python's numbers."""
+    """Return a part of a pipeline's answer, with Python's numbers in place of numpy's."""
     return {key: value.item() if hasattr(value, "item") else value for key, value in entity.items()}
 
 
@@ -466,7 +467,7 @@ def postprocess(outputs):
 
 
 def fill(directory: Directory, options: HubOptions) -> HubRecipe:
-    """Return the recipe for the likeliest words in place of a mask."""
+    """Return the recipe for the likeliest tokens in place of a mask."""
     from transformers import AutoModelForMaskedLM, pipeline
 
     network = load_model(AutoModelForMaskedLM, directory)
@@ -482,7 +483,7 @@ def fill(directory: Directory, options: HubOptions) -> HubRecipe:
 
     def answer(output: Any, ids: Any, mask: Any) -> dict[str, Any]:
         place = ((ids == mask_id) & (mask != 0)).int().argmax(1)
-        # Select the masks before the softmax, so that it runs for one place per row.
+        # Select the mask's position before the softmax, so that the softmax runs for one position per row.
         chosen = output.logits.float()[torch.arange(ids.shape[0]), place]
         scores, tokens = chosen.softmax(-1).topk(_CANDIDATES)
         return {"scores": scores, "candidates": tokens.int(), "ids": ids + 0, "mask": mask + 0}

@@ -1,6 +1,7 @@
-"""Trial of strangers' tokenizers with long texts, in a separate process with a time limit for each text.
+"""Try untrusted tokenizers with long texts, in a separate process with a time limit for each text.
 
-A short regular expression can take hours for a text of some kilobytes. So can a high limit of characters in a word.
+A short regular expression can take hours for a text of some kilobytes. A tokenizer with a high limit of characters in a word can
+also take hours.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _BYTES_PER_SECOND = 64 * 1024
 _MAX_SECONDS = 120
 #: Seconds after which the process is killed, even if a busy machine gave it little CPU time.
 _PATIENCE_S = 1200
-#: Texts repeat these: letters of both cases, numbers, spaces and ends of lines, marks, accents and other scripts.
+#: Each text repeats one of these: letters of both cases, digits, spaces, ends of lines, punctuation marks, accents, other
+#: scripts.
 _UNITS: Final = (
     "a",
     "A",
@@ -49,16 +51,17 @@ _UNITS: Final = (
     " \n",
     "\U0001f680",
 )
-#: Maximum number of characters and words from regular expressions that texts repeat.
+#: Texts also repeat the characters and words of the tokenizer's regular expressions, at most this many characters and words.
 _MAX_FOUND = 20
 #: Number of bytes of the texts that repeat two characters.
 _PAIR_BYTES = 600
-#: A character that few regular expressions match. An expression that fails at it may try all other ways to match the text before.
+#: A character that few regular expressions match. An expression that fails at this character may try all other ways to match the
+#: text in front of it.
 _RARE: Final = "\ue000"
 
 
 def try_tokenizer(tokenizer: str, longest: int) -> None:
-    """Raise BundleError if a tokenizer is too slow for a text that a server would read, or fails with it.
+    """Raise BundleError if a tokenizer is too slow for a text that a server would read, or fails on such a text.
 
     tokenizer: the text of tokenizer.json. longest: number of tokens of the longest row.
     """
@@ -113,7 +116,8 @@ def texts(tokenizer: Any, size: int) -> Iterator[tuple[str, str]]:
     pairs = ["".join(pair) for pair in permutations(dict.fromkeys(("a", "1", " ", *characters)), 2)]
     for most, units in ((small, pairs), (size, dict.fromkeys((*_UNITS, *characters, *words)))):
         for unit in units:
-            # A regular expression is not even tried if a character that it needs is nowhere in the text.
+            # Half of the texts end with all characters of the regular expressions. Otherwise, an expression is not even tried if
+            # the text lacks a character that the expression needs.
             for end in ("", _RARE + "".join(characters)):
                 count = (most - len(end.encode())) // len(unit.encode())
                 if count > 0:

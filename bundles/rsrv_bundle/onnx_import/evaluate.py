@@ -49,7 +49,7 @@ from rsrv_bundle.onnx_import.operators import (
 #: Results with more elements are traced even if their values are known, because they cannot be shapes.
 _FOLD_ELEMENTS = 2**14
 #: Attributes that are sizes of windows and outputs. Values above `_LARGEST` are refused, because the compiler's
-#: arithmetic with larger values may end this process.
+#: arithmetic with larger values may crash this process.
 _SIZES = frozenset({
     "blocksize", "dilations", "group", "hidden_size", "kernel_shape", "num_groups", "output_height", "output_padding",
     "output_shape", "output_width", "pads", "pooled_shape", "sampling_ratio", "size", "strides",
@@ -99,14 +99,14 @@ class Evaluator:
     def run(
         self, graph: Graph, inputs: Sequence[Any], env: Mapping[str, Any], opsets: Mapping[str, int]
     ) -> list[Any]:
-        """Evaluate a nested graph. `env` are the values of the surrounding graph."""
+        """Evaluate a nested graph. `env` has the values of the surrounding graphs."""
         own = dict(zip(graph.inputs, inputs, strict=False))
         parents = env.maps if isinstance(env, ChainMap) else [env]
         return self._graph(graph, ChainMap(own, *parents), opsets)
 
     def _graph(self, graph: Graph, env: ChainMap[str, Any], opsets: Mapping[str, int]) -> list[Any]:
         for name, value in graph.constants.items():
-            # An input may have the name of a constant, which is its default. Nothing replaces this default.
+            # If an input has the name of a constant, the constant is the input's default value. Callers cannot replace it.
             env[name] = self._value(value)
         for node in graph.nodes:
             env.update(self._node(node, env, opsets))
@@ -188,7 +188,7 @@ class Evaluator:
 
 
 def _folded(call: Any) -> Any:
-    """Return the results as numpy arrays, unless they are large."""
+    """Call a lowering whose inputs are known. Return its results as numpy arrays, unless they are large."""
     shapes = jax.tree.leaves(jax.eval_shape(call))
     if sum(shape.size for shape in shapes) > _FOLD_ELEMENTS:
         return call()

@@ -19,11 +19,12 @@ Array = np.ndarray[Any, Any]
 
 #: A floating-point constant of at least this many bytes is a weight, which is stored once for all batch sizes.
 _WEIGHT_BYTES = 1024
-#: Another constant of at least this many bytes is also a weight. A smaller one may be a shape, which must be known at export.
+#: A constant of another type is a weight if it has at least this many bytes. A smaller one may be a shape, which must be known at
+#: export.
 _TABLE_BYTES = 65536
 #: Graphs nested deeper than this are refused. Real files have at most five levels.
 _DEPTH = 20
-#: The standard's own domain. Files use either of two names for it.
+#: Domain of ONNX's standard operators. Files use either of two names for it.
 STANDARD = ""
 _STANDARD_NAMES = ("", "ai.onnx")
 
@@ -52,7 +53,8 @@ class Node:
     outputs: tuple[str, ...]
     #: Attributes by name: numbers, strings, lists of these, arrays, `Weight`, `Graph` or `Parameter`.
     attributes: Mapping[str, Any]
-    #: The node in the file's own form, from which the library builds the standard's definitions of functions.
+    #: The node as a protobuf message. From it, the onnx library builds the standard's definition of an operator by other
+    #: operators.
     proto: Any = field(repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -93,7 +95,7 @@ class OnnxModel:
     path: Path
     graph: Graph
     inputs: tuple[Input, ...]
-    #: Axes of each output, in the form of `Input.dims`. An output without a shape in the file has no axes.
+    #: Axes of each output, in the form of `Input.dims`. The tuple is empty for an output without a shape in the file.
     output_dims: Mapping[str, tuple[int | str | None, ...]]
     weights: Mapping[str, Array]
     #: Version of the operators by domain.
@@ -149,18 +151,18 @@ def read_model(path: Path) -> OnnxModel:
 
 
 def standard(domain: str) -> str:
-    """Return the domain, with one name for the standard's own."""
+    """Return the domain, or STANDARD for either name of the standard operators' domain."""
     return STANDARD if domain in _STANDARD_NAMES else domain
 
 
 def proto_graph(function: Any) -> tuple[Graph, Mapping[str, int]]:
-    """Return the graph and the opsets of one of the standard's own definitions, which have no large constants."""
+    """Return the graph and the opsets of the standard's definition of an operator. Such definitions have no large constants."""
     return _Reader(None).body(function), _opsets(function.opset_import)
 
 
 def _names(values: Iterable[Any]) -> tuple[str, ...]:
     names = tuple(values)
-    # The library returns bytes if a text is not UTF-8.
+    # protobuf returns bytes if a text is not UTF-8.
     if damaged := [name for name in names if not isinstance(name, str)]:
         raise BundleError(f"the name {damaged[0]!r} is not UTF-8; the file is damaged")
     return names
@@ -287,11 +289,11 @@ class _Reader:
         if bits == 4:
             filled.raw_data = raw
             return np.asarray(numpy_helper.to_array(filled))
-        # Weights may be larger than a message holds.
+        # Do not use protobuf here, because weights may be larger than a protobuf message may be.
         return np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(tensor.dims)
 
 
-#: Element types of two values per byte.
+#: Element types that store two values in each byte.
 _PACKED = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
 
 

@@ -87,7 +87,8 @@ class Operator:
     attributes: frozenset[str]
     #: True if the lowering takes any attribute.
     any_attribute: bool
-    #: True if the lowering evaluates nested graphs or returns an input unchanged. It is then never folded as a whole.
+    #: True if the lowering evaluates nested graphs or returns an input unchanged. Such a node is not computed at export as a
+    #: whole, even if its inputs are known.
     control: bool
 
     def __call__(self, context: Context, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
@@ -101,7 +102,7 @@ OPERATORS: dict[tuple[str, str], Operator] = {}
 
 
 def op(*names: str, domain: str = STANDARD, control: bool = False) -> Callable[[Lowering], Lowering]:
-    """Register a lowering under these names."""
+    """Register a lowering for the operators with these names in a domain. control: see `Operator.control`."""
 
     def register(lowering: Lowering) -> Lowering:
         parameters = inspect.signature(lowering).parameters.values()

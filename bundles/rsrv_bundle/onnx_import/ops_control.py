@@ -15,7 +15,7 @@ from rsrv_bundle.onnx_import.operators import Context, Unsupported, is_known, op
 
 #: A loop that evaluates at most this many nodes is unrolled, so that its values may be shapes.
 _UNROLLED = 1000
-#: A loop of more rounds stays a loop if it can, because the time to compile grows with the number of rounds.
+#: A loop with more rounds is compiled as a loop if possible, because unrolling makes the compile time grow with each round.
 _ROUNDS = 16
 
 
@@ -23,7 +23,7 @@ _ROUNDS = 16
 def _if(ctx: Context, condition: Any, *, then_branch: Graph, else_branch: Graph) -> Any:
     if is_known(condition):
         return tuple(ctx.run(then_branch if np.ravel(condition)[0] else else_branch, ()))
-    # Compute both branches and choose one result, since nodes have no side effects.
+    # Compute both branches and choose the result of one. This is correct, because nodes have no side effects.
     yes, no = ctx.run(then_branch, ()), ctx.run(else_branch, ())
     chosen = []
     for a, b in zip(yes, no, strict=True):
@@ -50,8 +50,8 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
         while (limit is None or done < limit) and is_known(goes_on) and bool(np.ravel(goes_on)[0]):
             made = (*state, *(parts[-1] for parts in results if parts))
             if done == _ROUNDS and not (is_known(*made) or any(isinstance(value, list) for value in carried)):
-                # Known values cost nothing to compile, and may be shapes. Otherwise, the attempt fails if a value of the loop is
-                # a shape, or changes its shape.
+                # The loop has many rounds, and its values are not known, so unrolling would take long to compile. Try to compile
+                # it as a loop. This fails if a value of the loop is used as a shape, or changes its shape. Then go on unrolling.
                 with suppress(Exception):
                     arrays = [jnp.asarray(value) for value in carried]
                     rounds = _count(ctx, first, list(carried), limit, body) if scans else limit
@@ -104,7 +104,7 @@ def _traced_loop(
     *,
     counted: bool = False,
 ) -> Any:
-    """Evaluate a loop as one of the compiler. With `counted`, `limit` is the number of rounds, whatever the condition is."""
+    """Evaluate a loop as a loop of jax, without unrolling. With `counted`, it has `limit` rounds, whatever its condition is."""
     always = counted
 
     def run_round(index: Any, values: Any) -> tuple[Any, list[Any], list[Any]]:

@@ -112,7 +112,7 @@ def _mod(ctx: Context, a: Any, b: Any, *, fmod: int = 0) -> Any:
 def _bit_shift(ctx: Context, a: Any, b: Any, *, direction: str) -> Any:
     a, b = jnp.broadcast_arrays(a, b)
     bits = 8 * a.dtype.itemsize
-    # All bits are shifted out, and copies of the sign bit are shifted in.
+    # If the distance is not below the number of bits, the result has only zeros or, to the right, copies of the sign bit.
     beyond = (b < 0) | (b >= bits)
     if direction == "LEFT":
         return jnp.where(beyond, 0, jnp.left_shift(a, jnp.where(beyond, 0, b)))
@@ -403,7 +403,7 @@ def _stft(
         else signal.reshape(signal.shape[:2])
     )
     count = 1 + (values.shape[1] - n) // hop
-    # Let jax compute the indices at run time, because as a constant they could be larger than the weights.
+    # Make jax compute the indices at run time. As a constant of the module, they could be larger than the weights.
     at = jnp.arange(count)[:, None] * hop + jnp.arange(n)
     frames = values[:, at] if window is None else values[:, at] * window
     spectra = jnp.fft.rfft(frames) if onesided and not jnp.iscomplexobj(frames) else jnp.fft.fft(frames)

@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _sum(*parts: Any) -> Any:
-    """Return the sum of the parts that are not absent, or None."""
+    """Return the sum of the parts that are not absent, or None if all are absent."""
     present = [part for part in parts if part is not None]
     return functools.reduce(operator.add, present) if present else None
 
@@ -144,11 +144,11 @@ def _attended(q: Any, k: Any, v: Any, added: Any, scale: float) -> Any:
 
 
 def _mask_of(mask: Any, length: int, low: float) -> Any:
-    """Return the values that are added to the scores [n, heads, queries, keys]."""
+    """Return the values to add to the scores [n, heads, queries, keys], so that masked keys get almost no attention."""
     if mask is None:
         return None
     if mask.ndim == 1:
-        # Such a mask is the number of keys of each row.
+        # A mask with one axis holds the number of keys of each row.
         mask = jnp.arange(length) < mask[:, None]
     visible = mask.astype(np.float32)
     shape = {

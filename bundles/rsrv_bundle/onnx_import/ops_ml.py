@@ -103,7 +103,8 @@ def _one_hot_encoder(
 
 def _transformed(scores: Any, how: str) -> Any:
     if how == "LOGISTIC":
-        # As in onnxruntime, the result is 0 below -17. A sum of such scores may decide the label.
+        # As in onnxruntime, this formula gives 0 for scores below about -17. This matters if sums of the results decide the
+        # label.
         high = 1 / (1 + jnp.exp(-jnp.abs(scores)))
         return jnp.where(scores < 0, 1 - high, high)
     if how == "SOFTMAX":
@@ -118,7 +119,7 @@ def _transformed(scores: Any, how: str) -> Any:
 
 
 def _of_two(scores: Any, how: str) -> Any:
-    """Transform the only score of two classes."""
+    """Transform the scores of a model for two classes that has one score per row: the score of the second class."""
     if how not in ("NONE", "LOGISTIC"):
         raise Unsupported(f"it has one score for two classes, which the transformation '{how}' does not fit")
     return _transformed(scores, how)
@@ -136,7 +137,7 @@ def _labels(ctx: Context, scores: Any, integers: Any, strings: Any) -> Any:
 
 
 def _product(x: Any, coefficients: Any, rows: int) -> Any:
-    """Return the product of the rows of `x` and of a matrix with this number of rows."""
+    """Return the products of each row of `x` and the rows of the matrix `coefficients`, which has `rows` rows."""
     matrix = _numbers(coefficients).reshape(rows, -1)
     if x.shape[-1] != matrix.shape[1]:
         raise Unsupported(

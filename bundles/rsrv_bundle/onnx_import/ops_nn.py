@@ -187,8 +187,9 @@ class _Windows:
         self.kernel = list(kernel)
         self.strides, self.dilations = strides or [1] * count, dilations or [1] * count
         spans = [(size - 1) * d + 1 for size, d in zip(kernel, self.dilations, strict=True)]
-        #: `given` is the padding in the file. `widths` is the padding with which the last window is complete.
+        #: Padding in the file.
         self.given = widths_of(x.shape[2:], spans, self.strides, auto, pads)
+        #: Padding in the file, increased so that the last window is complete.
         self.widths: Widths = []
         for size, span, stride, (low, high) in zip(x.shape[2:], spans, self.strides, self.given, strict=True):
             span_left = size + low + high - span
@@ -357,7 +358,7 @@ def scaled_by_rms(x: Any, axes: Any, epsilon: float) -> Any:
 
 
 def standardised(x: Any, axes: Any, epsilon: float) -> tuple[Any, Any, Any]:
-    """Return the values with mean 0 and variance 1, their former mean, and the inverse of the deviation."""
+    """Return the values scaled to mean 0 and variance 1, the original mean, and the inverse of the standard deviation."""
     mean = jnp.mean(x, axes, keepdims=True)
     inverse = _inverse_rms(x - mean, axes, epsilon)
     return (x - mean) * inverse, mean, inverse
@@ -453,7 +454,10 @@ def _linear_weights(t: Any) -> tuple[Any, ...]:
 
 
 def _between(image: Any, places: Sequence[Any], taps: Sequence[int], weigh: Any, pixel: Any) -> Any:
-    """Interpolate at places between pixels: sum the weighted pixels around each place. `taps` are their offsets."""
+    """Interpolate at places between pixels: sum the weighted pixels around each place.
+
+    `taps` are the offsets of these pixels from the pixel in front of the place, along each axis.
+    """
     lows = [jnp.floor(at) for at in places]
     weights = [weigh(at - low) for at, low in zip(places, lows, strict=True)]
     total: Any = 0
@@ -504,7 +508,7 @@ def _grid_sample(
     def place(at: Any, size: int) -> Any:
         return (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
 
-    # The last number of a place in the grid is for the first axis, so the order is reversed.
+    # The last coordinate of a point in the grid belongs to the first axis of the image. So read the coordinates in reverse order.
     at = [place(jnp.reshape(grid[..., -1 - axis], (n, -1)), size) for axis, size in enumerate(space)]
 
     def pixel(image: Any, places: Sequence[Any]) -> Any:

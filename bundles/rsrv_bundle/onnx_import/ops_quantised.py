@@ -16,7 +16,7 @@ from rsrv_bundle.onnx_import.ops_shape import cast, dtype_of
 def _along(value: Any, x: Any, axis: int, block: int) -> Any:
     """Return a scale or zero point in a shape that broadcasts to `x`.
 
-    It has one value for the whole tensor, one for each slice of the axis, or one for each block.
+    `value` has one number for the whole tensor, one for each slice along `axis`, or one for each block of slices.
     """
     if value.ndim == 0 or value.size == 1:
         return jnp.reshape(value, ())
@@ -27,7 +27,7 @@ def _along(value: Any, x: Any, axis: int, block: int) -> Any:
 
 
 def _quotient(x: Any, divisor: Any) -> Any:
-    """Return the exactly rounded quotient. XLA itself would multiply by the inverse of a constant, which is too inexact in 32 bits."""
+    """Return the quotient, divided in 64 bits. In 32 bits, XLA multiplies by the inverse of a constant, which is too inexact."""
     return (x.astype(np.float64) / divisor.astype(np.float64)).astype(x.dtype)
 
 
@@ -96,9 +96,9 @@ def _per(value: Any, rows: bool) -> Any:
 
 
 def shifted(x: Any, zero: Any, rows: bool) -> Any:
-    """Return integers minus their zero point, in 32 bits. If `rows`, each row of the matrix may have a zero point.
+    """Return a matrix of integers minus their zero points, in 32 bits.
 
-    Otherwise, each column may have one.
+    If `rows`, each row of the matrix may have its own zero point. Otherwise, each column may have one.
     """
     whole = x.astype(np.int32)
     return whole if zero is None else whole - _per(zero.astype(np.int32), rows)
@@ -129,7 +129,7 @@ def _q_linear_mat_mul(
 
 
 def _integer_convolution(x: Any, x_zero: Any, w: Any, w_zero: Any, attributes: Any) -> Any:
-    """Convolve integers. The padding is the zero point, which stands for 0."""
+    """Subtract the zero points of integers, and convolve them. Padding with 0 then stands for padding with the zero point."""
     whole = x.astype(np.int32) - (0 if x_zero is None else jnp.reshape(x_zero, ()).astype(np.int32))
     kernel = jnp.asarray(w).astype(np.int32)
     if w_zero is not None:

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN, as loops over the time steps."""
+"""The ONNX operators LSTM, GRU and RNN, as loops over the time steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 _DEFAULTS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
-#: A step takes h, c and its input, and returns h and c.
+#: Function of one time step. It takes h, c and the input of the step, and returns the new h and c.
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -107,7 +107,8 @@ def _run(
 ) -> tuple[Any, tuple[Any, Any]]:
     """Return the outputs [time, n, hidden] and the last states.
 
-    After the length of a row, the row's state stays the same and its output is 0.
+    `lengths` has the number of valid steps of each row, or is None. At other steps, the row's state does not change and its
+    output is 0.
     """
     time = jnp.arange(x.shape[0])
 

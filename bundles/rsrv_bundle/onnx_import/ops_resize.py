@@ -1,4 +1,4 @@
-"""Resize and Upsample: each axis is a product with a matrix of weights that is known at export."""
+"""The ONNX operators Resize and Upsample. They multiply each axis with a matrix of weights that is computed at export."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv_bundle.onnx_import.model import Array
 from rsrv_bundle.onnx_import.operators import Context, Unsupported, axis_of, op, refuse_large
 from rsrv_bundle.onnx_import.ops_nn import cubic_far, cubic_near, cubic_weights
 
-#: Longer axes are refused, because their weights are computed at export.
+#: Maximum number of elements of a resized axis. The export computes weights for each element, so longer axes are refused.
 _LONGEST = 2**20
 _ROUND: dict[str, Callable[[Array], Array]] = {
     "round_prefer_floor": lambda at: np.ceil(at - 0.5),
@@ -85,7 +85,7 @@ def _goals(
 
 
 def _places(mode: str, size: int, goal: int, factor: float, region: Array | None) -> Array:
-    """Return the place of each new element in the coordinates of the old elements."""
+    """Return the position of each new element, in the coordinates of the old elements."""
     index = np.arange(goal, dtype=np.float64)
     if mode == "asymmetric":
         return index / factor
@@ -153,7 +153,7 @@ def _product(x: Any, axis: int, taps: Sequence[Array], weights: Sequence[Array],
         total = sum(weights)
         weights = [weight / total for weight in weights]
     if size * goal > 2**18:
-        # A matrix of weights would be large and consist mostly of zeros.
+        # Do not build a matrix of weights, because it would be large and consist mostly of zeros.
         parts = []
         for tap, weight in zip(taps, weights, strict=True):
             shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]

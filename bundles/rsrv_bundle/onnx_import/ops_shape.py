@@ -1,4 +1,4 @@
-"""Operators that make, move and choose elements by place."""
+"""ONNX operators that create, move and select elements by position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rsrv_bundle.onnx_import.operators import (
 
 
 def dtype_of(number: int) -> np.dtype[Any]:
-    """Return numpy's element type for ONNX's number. Raises Unsupported for strings and complex numbers."""
+    """Return the numpy element type for the number of an ONNX element type. Raises Unsupported for strings."""
     if number == onnx.TensorProto.STRING:
         raise Unsupported(
             "it makes strings, which a compiled model cannot; cut the model before it with --outputs"
@@ -89,7 +89,7 @@ def cast(x: Any, dtype: np.dtype[Any], saturate: int) -> Any:
     if dtype.name == "float8_e8m0fnu":
         raise Unsupported("its element type, a power of two, is not supported")
     if (bits := _NARROW.get(dtype.name)) is not None:
-        # A number that is too large wraps around.
+        # A number that does not fit the narrow type wraps around.
         whole = jnp.asarray(x).astype(np.int32) & (2**bits - 1)
         signed = dtype.name.startswith("int")
         return (
@@ -186,7 +186,7 @@ def _split(
     parts = split if sizes is None else whole_numbers(ctx, sizes, "split")
     if not parts:
         count = num_outputs or ctx.outputs
-        # If the sizes differ, the last part is smaller.
+        # If the axis cannot be split evenly, the last part is smaller.
         size = -(-x.shape[axis] // count)
         parts = [size] * (count - 1) + [x.shape[axis] - size * (count - 1)]
     return tuple(jnp.split(x, np.cumsum(parts)[:-1], axis))
@@ -292,7 +292,7 @@ def _gather(ctx: Context, x: Any, index: Any, *, axis: int = 0) -> Any:
 @op("GatherElements")
 def _gather_elements(ctx: Context, x: Any, index: Any, *, axis: int = 0) -> Any:
     axis = axis_of(axis, x.ndim)
-    # The other axes of the data may be longer than the same axes of the index.
+    # Cut the other axes of the data, because they may be longer than the same axes of the index.
     whole = tuple(slice(None) if at == axis else slice(size) for at, size in enumerate(index.shape))
     return jnp.take_along_axis(x[whole], _wrapped(index, x.shape[axis]), axis, mode="clip")
 

@@ -4,7 +4,7 @@ Inference calls go to the servers in turn, and all other calls to the first serv
 
     python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 
-This shows the cost of grpc.aio. What a gateway costs beyond this is its own cost.
+This gateway does little more than grpc.aio itself. If a real gateway costs more, the additional cost is that of its own code.
 """
 
 from __future__ import annotations

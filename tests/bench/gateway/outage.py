@@ -85,7 +85,7 @@ def part(rounds: int) -> Part:
     with ExitStack() as stack:
         pair = [stack.enter_context(Worker(name, repository)) for name in ("left", "right")]
         for number in range(rounds):
-            # A worker that was started again has another control service.
+            # A worker that was started again has a new address of its control service.
             write_workers(file, [worker.entry() for worker in pair])
             with gateway(file) as running:
                 running.wait_alive({worker.name for worker in pair})

@@ -91,7 +91,7 @@ def part(rounds: int, window_s: float) -> Part:
 
 
 def pairs(count: int) -> Part:
-    """Measure the median latency of one client. It sends each request by all ways in turn, so that disturbances affect all ways."""
+    """Measure the median latency of one client. It sends each request over each path in turn, so disturbances affect all."""
     repository = models.gateway_repository()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(served("gateway-one", repository, has_runtime=True)).server
@@ -192,7 +192,7 @@ def passing_us(sample: Sample) -> float:
 
 
 def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
-    """Return the spread of the cost in addition to the direct way. It is taken within each round."""
+    """Return the spread of the cost that a path adds to the direct path. The difference is taken within each round."""
     direct = {sample.round: value(sample) for sample in rounds.of_side(DIRECT, clients)}
     return Spread.of(value(sample) - direct[sample.round] for sample in rounds.of_side(way, clients))
 

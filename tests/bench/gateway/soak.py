@@ -32,8 +32,9 @@ from tests.bench.processes import cpu_seconds, memory
 from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
-#: Events of a worker. JOIN: the worker starts, and is added to the file when it is ready. LEAVE: it is removed from the file, and stops
-#: when it has no request of the gateway. STOP: it gets SIGTERM while it is in the file. KILL: it gets SIGKILL.
+#: Events of a worker. JOIN: the worker starts, and is added to the workers file when it is ready. LEAVE: the worker is removed
+#: from the file, and gets SIGTERM when it has no more requests. STOP, KILL: the worker gets SIGTERM or SIGKILL while it is in the
+#: file.
 JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
 _MODELS = 8
 #: Number of models whose weights fit on one worker.
@@ -138,7 +139,7 @@ class _Director:
         self._course = Course(time.monotonic())
 
     def run(self) -> Course:
-        """Run for the planned time. The load runs a little longer."""
+        """Start and end workers for the planned time, and return the events. The load runs a little longer."""
         course = self._course
         end = course.begin + self._plan.seconds
         self._sample()
@@ -156,7 +157,7 @@ class _Director:
         return course
 
     def _endings(self) -> Any:
-        """Yield the kinds of ends without limit. Of each three, one has each kind, in random order."""
+        """Yield LEAVE, STOP and KILL in random order, then again in another order, without end."""
         while True:
             yield from self._random.sample((LEAVE, STOP, KILL), 3)
 

@@ -1,4 +1,4 @@
-"""The ways by which a request reaches the workers. Each runs in separate processes."""
+"""The paths by which requests reach the workers: directly, or through proxies in separate processes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.envoys import running_envoy
 DIRECT, BARE, GATEWAY, ENVOY = "direct", "bare", "gateway", "envoy"
 #: Roles of processes: processes that pass requests on, the process that names servers to Envoy, and the workers' processes.
 PASSING, PICKER, WORKERS = "passing", "picker", "workers"
-#: Time limit in seconds for a gateway's start, and until it sees a change.
+#: Time limit in seconds for a gateway to become ready, and for a gateway to notice a change of its workers.
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of requests to the workers: the address to ask, HOST:PORT, and the roles of the processes in between by pid."""
+    """A path to the workers: the address HOST:PORT for clients, and the roles of the processes in between, by pid."""
 
     name: str
     url: str

@@ -65,7 +65,7 @@ class Worker:
         self.server.kill()
 
     def entry(self) -> dict[str, Any]:
-        """Return the worker's entry in gateway.workers. After its end, this is its last entry."""
+        """Return the worker's entry for gateway.workers. After the worker has ended, the entry is the same as before."""
         return entry(self.name, self.server)
 
     def __enter__(self) -> Self:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.real.direct eager|compiled MODEL FOLDER ROWS...
 
-The process prints the numbers of rows in a call that are possible. For each line `ROWS SECONDS` of its input, it calls the model
-for this time, and prints the rate.
+First, the process prints which of the ROWS the model can execute in one call. For each line `ROWS SECONDS` of its input, it calls
+the model for this time, and prints the rate.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PREPARE: Mapping[str, Callable[[], object]] = {
     "unet": unet_network.trained,
     "vit": vit.source,
 }
-#: First words of names whose bundles have one common maker, which is a package.
+#: First words of names of models for which one package makes all bundles. Other bundles have a module each.
 _FOLDERS = ("family", "fno", "resnet18", "unet", "vit")
 
 

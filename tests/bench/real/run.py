@@ -97,7 +97,7 @@ def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
 
 
 def errors(case: Case) -> dict[int, float]:
-    """Return the largest errors that the exports found, by compiled size. Bundles without networks have none."""
+    """Return the largest errors that the exports found, by compiled size. Bundles without networks have no such errors."""
     largest: dict[int, float] = {}
     for name in case.bundles:
         numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
@@ -203,7 +203,7 @@ def _ask(module: str, *arguments: str) -> str:
 
 
 def machine() -> str:
-    """Return the conditions of the figures. Before the measurement, the load average shows other users of the cores."""
+    """Return the conditions of the figures. Call this before the measurement: then the load average is that of other programs."""
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
     )

@@ -5,7 +5,7 @@
 // settings.
 #pragma once
 
-#define __CUDA_API_VERSION_INTERNAL  // cuda.h then keeps the names of the symbols as they are
+#define __CUDA_API_VERSION_INTERNAL  // With this, cuda.h does not rename functions, such as cuMemAlloc.
 #include <cuda.h>
 
 #include <cstdint>
@@ -22,11 +22,12 @@
 constexpr int MAX_CARDS = 8;
 constexpr int MAX_PROCESSES = 16;
 
-// One process with a context on a card, and its memory there. Both are gone `held_ns` after its end was noticed.
+// A process with a context on a card, and the memory that it has on this card. After the driver has noticed the end of
+// the process, the driver waits `held_ns` before it frees the memory.
 struct Holder {
     int64_t pid;
     int64_t bytes;
-    double ended;  // time at which its end was noticed; 0: it lives
+    double ended;  // time at which the driver noticed the end of the process; 0 before that
 };
 
 struct Card {
@@ -53,40 +54,42 @@ struct Cards {
     Holder holders[MAX_CARDS][MAX_PROCESSES];
 };
 
-Cards* cards();  // null if the environment names no cards
+Cards* cards();  // Returns null if the environment names no cards.
 
-// For CUDA, an instance of a partitioned card (MIG) is a card: cards are numbered without the partitioned ones.
-std::vector<int> visible_cards();  // in the order of CUDA_VISIBLE_DEVICES
-int instances();  // of each physical card; 1 if it is not partitioned
+// For CUDA, each instance of a partitioned card (MIG) is a card. Card numbers count the instances, and not the
+// partitioned cards. Only `uuid_of_physical` takes the number of a physical card.
+std::vector<int> visible_cards();  // Returns the cards in the order of CUDA_VISIBLE_DEVICES.
+int instances();  // Returns the number of instances of each physical card: 1 if the cards are not partitioned.
 const Card& physical(int card);
 int64_t memory_bytes(int card);
 const char* name_of(const Card& card);
 std::string uuid_of(int card);
 std::string uuid_of_physical(int card);
 int64_t used_bytes(int card);
-bool take_bytes(int card, int64_t bytes);  // false: the card has no room
+bool take_bytes(int card, int64_t bytes);  // Returns false if the card has too little free memory.
 void give_bytes(int card, int64_t bytes);
 
-double now();  // seconds of CLOCK_MONOTONIC, as Python's time.monotonic()
+double now();  // Returns the seconds of CLOCK_MONOTONIC, as Python's time.monotonic() does.
 void sleep_until(double time);
 void record(double start, const char* kind, int64_t bytes, int stream, const char* detail);
 
 CUresult fault();
-void note_launch();  // counts towards the fault of the settings
+void note_launch();  // Counts a launch. When the number in the settings is reached, the fault begins.
 
 int current_card();
 CUcontext context_of(int card);
 
 bool is_device_memory(const void* address);
 bool is_page_locked(const void* address);
-bool is_read_only(const void* address);  // page-locked memory that the device may only read
+bool is_read_only(const void* address);  // Returns true for page-locked memory that the device may only read.
 
 class Stream;
 Stream& stream_of(CUstream handle);
 void enqueue(Stream& stream, std::function<void()> work);
 void synchronize(Stream& stream);
 int number_of(Stream& stream);
-// The time at which the work that the stream's thread carries out begins; the work sets it to its own end. Work begins
-// at the end of the work before, however late the thread woke up, so a busy machine does not slow the card down.
+// Returns the time at which the current work of a stream begins. The work sets this time to the time of its own end.
+// Each work begins at the end of the previous work, even if the stream's thread wakes up late. So a busy machine does
+// not slow the card.
 double& time_of(Stream& stream);
-bool moves(size_t bytes);  // false: a copy of this size takes its time and moves nothing
+bool moves(size_t bytes);  // Returns false if a copy of this size only takes time, and moves no bytes.

@@ -100,14 +100,14 @@ def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
 def test_an_answer_that_depends_on_other_requests_is_found(
     tmp_path: Path, functions: Mapping[int, Callable[[Any], Any]], problem: str
 ) -> None:
-    """A module is refused if its answer depends on the batch size, the other rows or the row's position."""
+    """A module is refused if the answer for a row depends on the batch size, on the other rows or on the row's position."""
     with pytest.raises(BundleError) as raised:
         lines_of(forged(tmp_path, functions))
     assert any(problem in line for line in raised.value.problems)
 
 
 def test_the_page_has_the_tolerances_of_the_code() -> None:
-    """The table of the page has one column for each element type whose answers may differ."""
+    """The table in docs/bundle-tools.md has the tolerance of each element type whose answers may differ."""
     lines = (ROOT / "docs" / "bundle-tools.md").read_text().splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
     names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
@@ -116,7 +116,7 @@ def test_the_page_has_the_tolerances_of_the_code() -> None:
 
 
 def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
-    """A module for CUDA is refused with the compiler's message, because its libraries are missing here."""
+    """A module for CUDA is refused with the compiler's message, because CUDA's libraries are missing on this machine."""
     lowered = jax.export.export(jax.jit(jnp.linalg.qr), platforms=["cuda"])(np.zeros((3, 3), np.float32))
     square = {"name": "x", "dtype": "f32", "shape": "ac", "dims": {"a": 3, "c": 3}}
     document = changed(
@@ -191,7 +191,10 @@ def test_a_source_may_be_what_the_exporter_takes(
 
 
 def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
-    """Random indices are drawn from the samples, or without samples from the source's examples. Zeros pad a batch."""
+    """Random indices are drawn from the samples. If there are no samples, they are drawn from the source's examples.
+
+    Zeros pad a batch.
+    """
     table = np.arange(8, dtype=np.float32)[:, np.newaxis]
     bundle = export_bundle(
         lambda p, i: {"y": p[i]},
@@ -375,7 +378,10 @@ def preprocess(inputs):
 
 
 def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
-    """Samples with client names pass the hook as one request each. Samples with executable names do not pass the hook."""
+    """If samples have the names of client inputs, each sample passes the hook as one request.
+
+    If samples have the names of executable inputs, they do not pass the hook.
+    """
     document = changed(MANIFEST, client_inputs=[tensor("text", "u8", c=-1)])
     bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"], hooks=HOOKS))
     (rows,) = rows_of(bundle, {"text": np.array([[65, 66], [67, 68], [69, 70]], np.uint8)})[0]
@@ -399,7 +405,7 @@ def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
     ],
 )
 def test_samples_that_do_not_fit_are_refused(tmp_path: Path, samples: dict[str, Array], problem: str) -> None:
-    """Samples with a wrong name, type or shape are refused, and the error has the expected one."""
+    """Samples with a wrong name, type or shape are refused. The error has the expected name, type or shape."""
     bundle = read_bundle(make_bundle(tmp_path, MANIFEST, modules=["model.b1.mlir"]))
     with pytest.raises(BundleError, match=re.escape(problem)):
         rows_of(bundle, {name: np.asarray(array) for name, array in samples.items()})
@@ -458,7 +464,7 @@ def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None
 
 
 def test_a_source_may_return_more_than_the_bundle_keeps(tmp_path: Path) -> None:
-    """A bundle that was exported with some of the outputs is compared on these outputs, even if the model does not name them."""
+    """A bundle has only some of its source's outputs. Only these outputs are compared, even if the source does not name them."""
     example = {"x": np.ones((1, 2), np.float32)}
     for name, model, output in (
         ("named", lambda x: {"a": x, "b": 2 * x}, "b"),

@@ -46,7 +46,10 @@ class Found:
     ],
 )
 def test_containers_that_have_names_name_their_parts(result: Any, named: dict[str, Any]) -> None:
-    """Parts of a result are named or numbered by its containers. A single array is `output`. None is left out, but has a number."""
+    """The containers of a result name or number its parts. A single array is called `output`.
+
+    A part that is None is left out, but it still uses up its number.
+    """
     assert list(Results.of(result).named(None).items()) == list(named.items())
 
 
@@ -72,7 +75,7 @@ def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
     ],
 )
 def test_names_that_do_not_fit_are_refused(result: Any, names: list[str] | None, message: str) -> None:
-    """Names that do not fit the results are refused; the message lists both."""
+    """Names that do not fit the results, and duplicate names, are refused. The message has the names."""
     with pytest.raises(BundleError, match=re.escape(message)):
         Results.of(result).named(names)
 

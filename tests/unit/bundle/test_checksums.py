@@ -77,7 +77,10 @@ def test_a_torn_file_is_refused_by_name(
 
 
 def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported: Path) -> None:
-    """A weights file that ends early is reported as torn. If the checksum fits, the file breaks the format."""
+    """A weights file that ends early is reported as torn, because its checksum is wrong.
+
+    If the manifest has the checksum of such a file, the problem is instead that the file breaks the format.
+    """
     file = exported / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     (problem,) = problems_of(exported)
@@ -88,7 +91,7 @@ def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported:
 
 
 def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
-    """The checksum covers the header of the weights file, and also tensors that are not arguments, wherever they are."""
+    """The checksum covers the whole weights file: also its header, and tensors at any position that are not arguments."""
     entries = {
         name: {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
         for i, name in enumerate("abcde")

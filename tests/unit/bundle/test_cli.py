@@ -105,7 +105,7 @@ def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_signatures_without_jaxlib_are_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without jaxlib, the check exits 2 and names `--no-signatures`, so that nobody takes it for a check that passed."""
+    """Without jaxlib, the check exits 2 and names `--no-signatures`. Otherwise, users could think that the check has passed."""
     monkeypatch.setattr(checking, "find_spec", lambda _: None)
     assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
     assert "--no-signatures" in capsys.readouterr().err

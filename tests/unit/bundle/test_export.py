@@ -69,7 +69,7 @@ def test_equal_exports_have_equal_digests(tmp_path: Path) -> None:
 
 
 def test_every_element_type_survives(tmp_path: Path) -> None:
-    """Each element type survives as weight, input and output. Only f8, which clients cannot send, survives just as weight."""
+    """An export keeps the element types of weights, inputs and outputs. Only weights can have f8, which clients cannot send."""
     params = {
         "bf": np.array([1.5, -2], ml_dtypes.bfloat16),
         "f8": np.array([0.5, 448], ml_dtypes.float8_e4m3fn),
@@ -113,7 +113,7 @@ def test_64_bit_types_need_jax_to_keep_them(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_batch_axis_is_one_module(tmp_path: Path) -> None:
-    """A model without a batch axis is one module, also if all its inputs are scalars."""
+    """A model without a batch axis is exported as one module, even if all its inputs are scalars."""
     bundle = export(
         tmp_path / "m",
         lambda p, a, b: {"sum": a + b * p},
@@ -291,7 +291,7 @@ def test_large_captured_constants_are_refused(tmp_path: Path, dtype: Any, size: 
 
 
 def test_integers_keep_the_structure_of_the_example(tmp_path: Path) -> None:
-    """Random integers are rotated rows of the example. Zeros in the example stand for any integers that the model takes.
+    """The comparison makes integer inputs by rotating the rows of the example. It replaces zeros by other integers that work.
 
     Integers are often indices. Only the model's author knows which ones are valid, and how they are related.
     """
@@ -332,7 +332,7 @@ def test_a_bundle_that_is_not_what_its_author_runs_is_refused(tmp_path: Path) ->
 
 
 def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check runs the written bundle: here its weights come back a tenth larger, and it is refused."""
+    """The check executes the written bundle. In this test, the reader returns weights that are a tenth too large, so it fails."""
     monkeypatch.setattr(
         numerics, "load_weights", lambda bundle: [w * np.float32(1.1) for w in load_weights(bundle)]
     )
@@ -375,13 +375,13 @@ def test_an_infinite_error_is_beyond_every_tolerance(tmp_path: Path) -> None:
 
 
 def log(params: Any, x: Any) -> Any:
-    """Map x: [n, 3] to [n]: NaN for any row of the normal distribution that has a negative element."""
+    """Map x: [n, 3] to [n]. A row with an element below 5 gives NaN, so almost all rows of the normal distribution do."""
     return jnp.log(x - 5).sum(-1)
 
 
 @pytest.mark.parametrize("example", [np.zeros((1, 3)), np.full((2, 3), 6)])
 def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> None:
-    """A bundle that gives only NaN on random inputs is refused, even with an example that is one constant."""
+    """A bundle that gives only NaN on random inputs is refused. An example in which all elements are equal does not help."""
     with pytest.raises(BundleError) as raised:
         export(tmp_path / "m", log, {}, {"x": example.astype(np.float32)})
     [line] = raised.value.problems
@@ -472,7 +472,10 @@ def test_neighbouring_large_integers_differ() -> None:
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float32", 0.01)])
 def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype: str, scale: float) -> None:
-    """The rounding error of an output is relative to the output's magnitude over several rows, and not to a single value near zero."""
+    """The rounding error of an output is relative to the output's magnitude over several rows.
+
+    It is not relative to the compared value, which may be near zero by chance.
+    """
     seed = zlib.crc32(b"x/0/1")
     compared = np.float32(np.random.default_rng(seed).standard_normal((1, 1))[0, 0])
 
@@ -496,7 +499,7 @@ def test_an_output_that_is_small_by_chance_is_not_refused(tmp_path: Path, dtype:
 
 
 def test_outputs_that_are_tiny_for_random_inputs_need_larger_ones(tmp_path: Path) -> None:
-    """For a tiny output, a rounding error far below 1 is relatively large. The error message asks for inputs with a larger output."""
+    """For a tiny output, even a small rounding error is relatively large. The error asks for inputs with a larger output."""
 
     def export(example: Any) -> Any:
         return export_bundle(

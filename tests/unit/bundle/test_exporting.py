@@ -396,7 +396,7 @@ def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest
 def test_what_is_not_yet_committed_is_stored_on_request(
     models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncommitted changes are stored only if the user asks for it, because they may hold secrets."""
+    """Uncommitted changes are stored in a bundle only with --working-tree-patch, because they may contain secrets."""
     git(tmp_path, "init", "-q")
     (tmp_path / "notes").write_text("one\n")
     git(tmp_path, "add", ".")
@@ -415,7 +415,7 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     assert provenance["git_dirty"] is True
     assert len(provenance["git_commit"]) == 40
     assert load("jax", f"{models}:pair").export.keywords["code"] is sys.modules[models]
-    # A patch that is too large is left out, and so is the patch of a function that is in no repository.
+    # There is no patch if it would be too large, or if the function is not in a repository.
     factory = sys.modules[models].with_examples
     monkeypatch.setattr("rsrv_bundle.provenance.MAX_PATCH_BYTES", len(patch) - 1)
     assert working_tree_patch(factory) is None

@@ -62,7 +62,7 @@ class Whole(eqx.Module):
 
 
 def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
-    """A model that takes whole batches gets them, also without a batch axis."""
+    """A model that takes whole batches gets whole batches. It can also be exported without a batch axis."""
     model = Whole(jnp.eye(3) * 2)
     inputs = {"b": X["x"], "a": X["x"]}
     bundle = export_equinox(model, inputs, rows=False, batch_sizes=[2], out_dir=tmp_path / "m")

@@ -25,7 +25,10 @@ def export(folder: Path, made: Any, **options: Any) -> Bundle:
 
 
 def test_a_padded_axis_is_called_by_its_name_in_the_file(tmp_path: Path) -> None:
-    """Padding does not change elements that the mask keeps, so this model is exported. A mean over the axis is refused."""
+    """The user names the padded axis as the file does. A product with the mask is exported, because padding changes no row.
+
+    A mean over the padded axis is refused.
+    """
     dims = ["rows", "sequence"]
     masked = graph(
         [node("Mul", "x mask", "y")],
@@ -82,7 +85,7 @@ def test_a_batch_of_one_row_in_the_file_grows(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_one_row_that_the_graph_writes_down_grows(tmp_path: Path) -> None:
-    """Detectors reshape to [1, -1, 3], which would join the rows of a larger batch. So each row is computed alone."""
+    """Detectors contain a reshape to [1, -1, 3], which would join the rows of a larger batch. So each row is computed alone."""
     nodes = [node("Reshape", "x shape", "boxes"), node("Softmax", "boxes", "y", axis=1)]
     made = graph(
         nodes,
@@ -119,7 +122,7 @@ def test_rows_of_a_dynamically_quantised_model_do_not_share_a_scale(tmp_path: Pa
 
 
 def test_rows_that_are_computed_alone_stay_on_the_axis_that_the_file_names(tmp_path: Path) -> None:
-    """Rows that are computed alone are joined along the output's axis named rows, here the second one of [1, rows, 3]."""
+    """Rows that are computed alone are joined along the output's axis named rows. In this test, the output is [1, rows, 3]."""
     nodes = [
         node("DynamicQuantizeLinear", "x", "q scale zero"),
         node("DequantizeLinear", "q scale zero", "wide"),
@@ -167,7 +170,7 @@ def test_time_steps_do_not_become_rows_unless_the_user_says_so(tmp_path: Path, n
 
 
 def test_rows_beside_an_input_of_one_row_are_the_batch(tmp_path: Path) -> None:
-    """An input of one row in the file becomes an input with one row for each row of the batch, here a scale."""
+    """In the file, x has a batch axis, and the input `scale` has one row. In the bundle, `scale` has a row for each row of x."""
     made = graph(
         [node("Mul", "x scale", "y")],
         {"x": (np.float32, ["rows", 3]), "scale": (np.float32, [1, 3])},
@@ -205,7 +208,7 @@ def test_the_batch_of_a_state_is_its_axis_without_a_size(tmp_path: Path, rows: i
 
 @pytest.mark.parametrize("op", ["OneHot", "Equal"])
 def test_an_index_that_is_written_as_a_mask_has_all_its_values(tmp_path: Path, op: str) -> None:
-    """If a model turns each index into a row of 0 and 1, examples have all indices of the table, not only 0 and 1."""
+    """A model turns each index into a row of 0 and 1. Examples may still have all indices of the table, and not only 0 and 1."""
     if op == "OneHot":
         nodes = [node("OneHot", "ids depth values", "hot")]
     else:
@@ -333,7 +336,10 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], text: 
 
 
 def test_one_whole_number_per_row_is_a_length(tmp_path: Path) -> None:
-    """For an input of one integer per row, examples are lengths up to the longest axis, so that more than the first element matters."""
+    """An input of one integer per row is probably a length. So examples have lengths up to the longest axis.
+
+    With smaller integers, only the first elements would affect the answer.
+    """
     nodes = [
         node("Unsqueeze", "lengths one", "column"),
         node("Less", "places column", "inside"),

@@ -31,7 +31,7 @@ X = {"x": torch.zeros(1, 3)}
 
 @pytest.fixture(autouse=True)
 def same_weights() -> None:
-    """Seed the random weights of each test's modules, because with some weights bf16 exceeds its tolerance."""
+    """Seed the random weights of each test's modules. With some weights, the error of a bf16 module exceeds its tolerance."""
     torch.manual_seed(0)
 
 
@@ -155,7 +155,7 @@ def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
     [(torch.bfloat16, "bf16"), pytest.param(torch.float64, "f64", marks=pytest.mark.long)],
 )
 def test_other_precisions_stay(tmp_path: Path, dtype: torch.dtype, token: str) -> None:
-    """f16 and bf16 stay as they are: Python numbers in the module do not widen them."""
+    """bf16 and f64 modules keep their type: Python numbers in the module do not change it."""
     module = nn.Sequential(nn.Linear(3, 4), nn.GELU(approximate="tanh"), nn.LayerNorm(4)).to(dtype)
     bundle = export(tmp_path / "m", module, {"input": torch.zeros(1, 3, dtype=dtype)})
     assert {spec.dtype for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)} == {token}
@@ -318,7 +318,10 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
 def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With batch sizes, an example without a batch axis and a decision by values give different errors. PyTorch's own log is not shown."""
+    """With batch sizes, an example without a batch axis and a module that decides by values give different errors.
+
+    PyTorch's own log is not shown.
+    """
     for function, message in (
         (
             lambda x: x @ torch.ones(3, 2),
@@ -402,7 +405,7 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(x: torch.Tensor) -> torch.Tensor:
-    """Read a value that does not depend on the values of input tensors directly, but on a size which depends on these values."""
+    """Read a value that depends on the number of nonzero elements of the input, and so only indirectly on the input's values."""
     return x * torch.ones(x.nonzero().shape[0] + 1).sum().item()
 
 

@@ -50,7 +50,10 @@ def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_run_may_be_written_in_any_way_that_takes_two_arguments(tmp_path: Path, text: str) -> None:
-    """`run` may be a coroutine or have defaults and stars. Definitions whose signature only an execution would show are accepted."""
+    """`run` may be a coroutine, and may have default values, `*arguments` and `**options`.
+
+    Definitions whose signature is known only after an execution are accepted.
+    """
     file = tmp_path / "model.py"
     file.write_text(text)
     assert check_hooks(file, "meta") == ("run",)
@@ -95,7 +98,7 @@ def test_a_hook_that_could_not_be_called_is_refused(
     ids=["default", "elif", "brackets", "signs", "length"],
 )
 def test_python_without_end_is_refused(tmp_path: Path, text: str) -> None:
-    """Deeply nested or malformed Python is refused as invalid, and does not crash the check."""
+    """Python that is nested too deeply, malformed or too long is refused as invalid, and does not crash the check."""
     file = tmp_path / "model.py"
     file.write_text(text)
     with pytest.raises(BundleError, match=r"model\.py: is not valid Python"):

@@ -61,7 +61,10 @@ def test_a_generated_repository_is_not_generated_from(tmp_path: Path) -> None:
 
 
 def test_bundles_are_found_one_level_up_and_one_level_down(tmp_path: Path) -> None:
-    """For a folder above a directory of bundles, the message names that directory. Where one bundle is needed, it names one."""
+    """For a folder above a directory of bundles, the message names that directory.
+
+    If a command needs one bundle and gets a directory of bundles, the message names one of them.
+    """
     make_bundle(tmp_path / "bundles", name="cats")
 
     assert mistaken(tmp_path) == "the bundles are in its directory bundles; name that"

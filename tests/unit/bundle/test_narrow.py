@@ -112,7 +112,10 @@ FORMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[int, ...]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_module_widens_where_it_uses_the_weight(tmp_path: Path, form: str) -> None:
-    """The narrow module computes what the wide module computes with the widened weight. It does not multiply the weight itself."""
+    """The narrow module computes what the wide module computes with the widened weight.
+
+    The scale multiplies the result of a product or of a lookup, and not the whole weight.
+    """
     fn, shape, inputs, scale = FORMS[form]
     old = export(tmp_path / "wide", fn, {"w": normal(*shape)}, inputs, batch_sizes=[4])
     arrays = random_inputs(old, 0, 4, inputs)
@@ -148,7 +151,10 @@ def test_large_activations_do_not_overflow_f16(tmp_path: Path, kind: str, comput
 
 
 def test_the_rules_for_single_tensors() -> None:
-    """Small tensors, vectors, and narrow or 64-bit types stay. A pattern overrides the rule about the size, but not that about the type."""
+    """Small tensors, vectors, and tensors of narrow or 64-bit types keep their type.
+
+    A pattern overrides the rule about the size, but not the rule about the type.
+    """
 
     def why(shape: tuple[int, ...], dtype: str = "f32", kind: str = "i8", named: bool = False) -> str | None:
         nbytes = math.prod(shape) * {"f32": 4, "f64": 8, "bf16": 2, "f16": 2, "i8": 1}[dtype]
@@ -168,7 +174,7 @@ def test_the_rules_for_single_tensors() -> None:
 
 
 def test_values_that_no_scale_helps() -> None:
-    """Tensors with NaN, infinities or values beyond f16 stay. A channel of zeros, or of values near zero, becomes zero."""
+    """Tensors with NaN, infinities or values beyond f16 keep their type. A channel of zeros or tiny values becomes zero."""
     columns = frozenset({0})
     good = normal(64, 8)
     for value in (np.nan, np.inf, -np.inf):
@@ -190,7 +196,10 @@ def test_values_that_no_scale_helps() -> None:
 
 
 def test_patterns_choose_types_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Patterns keep or narrow tensors by name, and the first fitting one decides. The command counts the weights that keep their type."""
+    """Patterns keep or narrow tensors by name, and the first fitting pattern decides.
+
+    The command prints how many weights keep their type.
+    """
     export(tmp_path / "wide")
     out = str(tmp_path / "narrow")
     assert cli.main(["narrow", str(tmp_path / "wide"), "-o", out, "--weights", "bf16,a=keep,bi*=f16"]) == 0
@@ -265,7 +274,11 @@ def test_samples_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_task_has_a_figure_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A change of an embedding's direction is refused although its error is within the bound. --tolerance can accept the cosine."""
+    """The directions of embeddings are compared in addition to their values.
+
+    A bundle is refused if a direction changes too much, even if the error of the values is within the bound. `--tolerance
+    cosine=...` raises the bound for directions.
+    """
     # The first value is large in all rows, and the other values decide the direction.
     params = {"w": normal(64, 64)}
     task = {"kind": "feature-extraction", "inputs": {"ids": "x"}, "outputs": {"embedding": "e"}}
@@ -324,7 +337,10 @@ def test_a_model_with_state_is_narrowed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_generation_is_compared_over_texts(tmp_path: Path) -> None:
-    """For a generation, the error is the share of tokens that differ after equal texts. So one different token does not refuse a module."""
+    """For a generation, the error is the share of tokens that differ after equal texts.
+
+    So a module is not refused because of a single different token.
+    """
     from tests.unit.bundle.test_stateful import MODEL, export_model
 
     old = export_model(tmp_path / "wide", batch_sizes=[1], chunks=[1])
@@ -446,7 +462,10 @@ def test_a_module_computes_in_half_precision(tmp_path: Path, compute: str, worst
 
 
 def test_complex_products_stay_in_f32(tmp_path: Path) -> None:
-    """Half precision has no complex numbers. A half product of them would lose the imaginary part."""
+    """Products of complex numbers stay in f32, because there are no complex numbers of half precision.
+
+    A conversion to half precision would lose the imaginary part.
+    """
 
     def waves(p: Any, x: Any) -> Any:
         spectrum = jnp.fft.rfft(x @ p["in"])[:, :16]

@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 
 def test_a_score_far_below_zero_is_zero(tmp_path: Path) -> None:
-    """The logistic score of a number far below zero is exactly zero. This decides the normalised scores of several classes."""
+    """The logistic score of a number far below zero is exactly zero. Other tiny scores would give other normalised scores."""
     nodes = [
         node("LinearClassifier", "x", "label scores", domain=_ML, classlabels_ints=[3, 4, 5], coefficients=[1.0, 1.1, 1.2],
              intercepts=[0.0, 0.0, 0.0], post_transform="LOGISTIC"),

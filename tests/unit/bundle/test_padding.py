@@ -46,7 +46,10 @@ def export(folder: Path, fn: Any = attend, **changes: Any) -> Any:
 
 
 def test_a_padded_axis_is_proven_at_export_and_written_into_the_manifest(tmp_path: Path) -> None:
-    """The exporter tries every variant and names the outputs' axes. The section survives when the bundle is read and written again."""
+    """The exporter tries padding with every variant, and names the outputs' axes.
+
+    The section `pad` of the manifest is the same after it is read and written again.
+    """
     bundle = export(tmp_path, pad="t=7,mask=mask")
 
     assert bundle.manifest.pad == PadSpec("t", {"ids": 7, "mask": 0}, "mask")
@@ -75,7 +78,7 @@ def test_the_padded_axis_may_come_before_the_batch_axis(tmp_path: Path) -> None:
 
 
 def test_the_padded_axis_is_shown_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`show` prints the values and the mask, and `diff` names another value."""
+    """`show` prints the padded axis. `diff` reports that two bundles have different values for the padding."""
     export(tmp_path)
     export(tmp_path, out_dir=tmp_path / "other", pad="t=7,mask=mask")
 
@@ -102,7 +105,7 @@ def ignores_the_mask(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, 
 
 
 def trusts_the_pad_value(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """A sum over ids that ignores the mask. Only zeros as padding do not change it."""
+    """Return the sum over ids, and ignore the mask. Padding changes the sum unless all pad values are zero."""
     return {"sum": ids.sum(1).astype(jnp.float32) + 0 * mask.sum(1)}
 
 
@@ -150,7 +153,7 @@ def test_an_axis_whose_padding_may_change_an_answer_is_refused(
 
 
 def test_without_a_mask_the_pad_value_alone_must_change_nothing(tmp_path: Path) -> None:
-    """A model that only adds padding of zeros needs no mask. Without a mask, the check tries no random values as padding."""
+    """If padding with zeros changes no answer, the model needs no mask. Without a mask, the check tries no random padding."""
     bundle = export(tmp_path, trusts_the_pad_value, pad="t=0,mask=0")
     assert bundle.manifest.pad == PadSpec("t", {"ids": 0, "mask": 0}, None)
 
@@ -181,7 +184,7 @@ def test_a_check_of_the_bundle_alone_compares_the_variants(tmp_path: Path) -> No
     ],
 )
 def test_a_wrong_section_is_reported_with_its_key(tmp_path: Path, section: Any, problem: str) -> None:
-    """The reader names the key and the rule."""
+    """If the section `pad` of a manifest is wrong, the error names the key and the rule."""
     export(tmp_path)
     file = tmp_path / "m" / "manifest.yaml"
     document = yaml.safe_load(file.read_text())

@@ -38,7 +38,7 @@ def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_sizes_on_disk_that_are_not_declared_count_too(tmp_path: Path) -> None:
-    """Modules of sizes that the manifest does not declare are used. A module without a size beside them is ignored."""
+    """Modules are used even if the manifest does not declare their sizes. If there are such modules, `model.mlir` is ignored."""
     names = ["model.b1.mlir", "model.b4.mlir", "model.b8.mlir"]
     made = make_bundle(tmp_path, modules=names, files={"model.mlir": b"junk"})
     assert set(read_bundle(made).modules) == {(0, 1), (0, 4), (0, 8)}
@@ -73,7 +73,7 @@ def test_variants_have_their_own_prefix(tmp_path: Path) -> None:
 def test_missing_and_odd_modules_are_named(
     tmp_path: Path, manifest: dict[str, object], modules: list[str], expected: str
 ) -> None:
-    """The message names the module file to add or to rename."""
+    """If a module is missing, or its name is wrong, the message names the file."""
     assert [
         line for line in problems_of(make_bundle(tmp_path, manifest, modules=modules)) if expected in line
     ]
@@ -110,7 +110,7 @@ def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> 
 
 
 def test_a_bundle_that_was_moved_into_its_predecessor_is_reported(tmp_path: Path) -> None:
-    """`mv new old` moves `new` into `old` if `old` exists. The old model must not be taken for the new one."""
+    """If `old` exists, `mv new old` moves `new` into `old`. The reader reports this, because `old` is still the old model."""
     made = make_bundle(tmp_path, name="cats")
     make_bundle(tmp_path, name="new").rename(made / ".cats.new")
     (line,) = problems_of(made)
@@ -119,7 +119,7 @@ def test_a_bundle_that_was_moved_into_its_predecessor_is_reported(tmp_path: Path
 
 
 def test_a_file_for_hooks_may_be_called_manifest_yaml(tmp_path: Path) -> None:
-    """A folder with a manifest.yaml and none of a bundle's other files is not a bundle."""
+    """A bundle may contain a folder with a file manifest.yaml. Without a bundle's other files, this folder is not a bundle."""
     made = make_bundle(tmp_path)
     (made / "images").mkdir()
     (made / "images" / "manifest.yaml").touch()

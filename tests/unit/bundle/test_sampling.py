@@ -33,7 +33,7 @@ def close(shares: dict[int, float], expected: list[float]) -> bool:
 
 @pytest.mark.long
 def test_temperature_scales_the_probabilities() -> None:
-    """At temperature 1, tokens have the probabilities of their logits. At 0.5, the squares of these decide."""
+    """At temperature 1, tokens have the probabilities of their logits. At 0.5, these are squared and normalized."""
     assert close(draws(1, 0, 1), [0.4, 0.3, 0.2, 0.06, 0.04])
     squares = np.array([0.4, 0.3, 0.2, 0.06, 0.04]) ** 2
     assert close(draws(0.5, 0, 1), (squares / squares.sum()).tolist())
@@ -41,7 +41,7 @@ def test_temperature_scales_the_probabilities() -> None:
 
 @pytest.mark.long
 def test_a_model_of_64_bits_can_be_sampled() -> None:
-    """With jax_enable_x64, tokens also have 32 bits."""
+    """With jax_enable_x64, tokens still have 32 bits, and the same tokens are drawn."""
     settings = np.array([[1, 0, 1, 7]], np.float32)
     with jax.enable_x64(True):
         tokens = jax.jit(sample)(LOGITS[None], settings, np.full(1, 7, np.int32))
@@ -50,7 +50,7 @@ def test_a_model_of_64_bits_can_be_sampled() -> None:
 
 
 def test_top_k_leaves_the_likeliest_tokens() -> None:
-    """With top_k, the top_k likeliest tokens remain. 1 is greedy, and a number beyond the vocabulary changes nothing."""
+    """Only the top_k likeliest tokens are drawn. top_k=1 is greedy, and a top_k beyond the vocabulary changes nothing."""
     assert close(draws(1, 2, 1), [4 / 7, 3 / 7])
     assert draws(1, 1, 1) == {0: 1.0}
     assert draws(1, 100, 1) == draws(1, 0, 1)
@@ -64,7 +64,7 @@ def test_top_p_leaves_the_smallest_set_with_that_probability() -> None:
 
 
 def test_top_p_counts_what_top_k_has_left() -> None:
-    """With both settings, top_p takes its share of the tokens that top_k leaves."""
+    """With both settings, top_p applies to the tokens that top_k leaves, whose probabilities are normalized first."""
     assert close(draws(1, 2, 0.9), [4 / 7, 3 / 7])
     assert draws(1, 2, 0.5) == {0: 1.0}
 
@@ -75,7 +75,10 @@ ROWS = 2000
 
 
 def many(settings: Sequence[float], place: int = 0) -> tuple[int, ...]:
-    """Return draws from `MANY` with different seeds. They are the rows from `place` on; earlier rows of the batch have other settings."""
+    """Return draws from `MANY` with these settings and different seeds.
+
+    The rows before `place` have other settings, and their draws are not returned.
+    """
     batch = np.tile(np.array([0.5, 3, 1, 0], np.float32), (ROWS, 1))
     batch[place:, :3] = settings
     batch[place:, 3] = np.arange(ROWS - place)
@@ -100,13 +103,13 @@ def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> No
 
 
 def test_draws_from_large_vocabularies_ignore_their_neighbours() -> None:
-    """A row has the same token, whether or not other rows of the batch need the whole vocabulary."""
+    """A row gets the same token whether or not other rows of the batch need the whole vocabulary."""
     for settings in ([1, 0, 1], [1, 400, 0.8], [1, 0, 0.2]):
         assert many(settings)[:100] == many(settings, place=ROWS - 100)
 
 
 def row(logits: Any, settings: list[float], position: int, place: int = 0, rows: int = 1) -> int:
-    """Return the token of one row in a batch. The vocabulary always has five tokens, because each size is compiled."""
+    """Return the token of one row in a batch. Logits are padded to five tokens, so that `choose` is compiled less often."""
     logits = np.pad(logits, (0, 5 - len(logits)), constant_values=-np.inf)
     batch = np.random.default_rng(rows).standard_normal((rows, 5)).astype(np.float32)
     others = np.tile(np.array([1, 0, 1, 3], np.float32), (rows, 1))
@@ -117,7 +120,10 @@ def row(logits: Any, settings: list[float], position: int, place: int = 0, rows:
 
 @pytest.mark.long
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
-    """A token depends on logits, settings, seed and position. The place in the batch, its size and other rows do not matter."""
+    """A token depends only on its row's logits, settings, seed and position.
+
+    The size of the batch, the row's place in the batch, and other rows do not matter.
+    """
     logits = np.random.default_rng(0).standard_normal(5).astype(np.float32)
     settings = [1.3, 4, 0.95, 12345]
     alone = [row(logits, settings, position) for position in range(20)]
@@ -140,7 +146,7 @@ def test_a_forbidden_token_is_never_drawn() -> None:
 
 
 def test_logits_that_are_not_finite_give_no_token() -> None:
-    """A row with a NaN, an infinity, or only -infinity gives -1. Other rows are not affected."""
+    """A row with a NaN, with +infinity, or with nothing but -infinity gives -1. Other rows are not affected."""
     for bad in (np.nan, np.inf):
         assert row(np.array([1, bad, 0], np.float32), [0, 0, 1, 0], 0) == -1
         assert row(np.array([1, bad, 0], np.float32), [1, 0, 1, 0], 0, place=1, rows=3) == -1

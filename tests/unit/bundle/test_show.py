@@ -104,7 +104,7 @@ def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> Non
 
 
 def test_without_jax_the_rest_is_shown(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without jax, the page shows the rest and says that costs are missing."""
+    """Without jax, the page says that costs are not counted, and shows everything else."""
     monkeypatch.setattr(describing, "find_spec", lambda _: None)
     text = page(describe(read_bundle(exported), signature_of))
     assert "FLOPs and bytes moved are not counted; with jax they are." in text

@@ -168,7 +168,7 @@ def test_a_generation_has_no_hooks(tmp_path: Path) -> None:
 
 
 def test_state_is_read_with_its_sizes(tmp_path: Path) -> None:
-    """The policy of the state has defaults. The bytes of a slot and of all slots follow from the tensors."""
+    """`idle_timeout_s` and `when_full` have defaults. The bytes of a slot and of all slots follow from the tensors."""
     manifest = read_bundle(make_bundle(tmp_path, COUNTER)).manifest
     tensors = (StateTensor("hidden", "f32", (8,)), StateTensor("position", "i32", ()))
     assert manifest.state == StateSpec(4, tensors, 60.0, "wait")

@@ -186,7 +186,10 @@ def attend(
     lengths: Any,
     clean: bool = True,
 ) -> Any:
-    """Attend to a cache of keys with one layer and one head. With `clean`, old values of an earlier sequence in the slot become zeros."""
+    """Attend to a cache of keys with one layer and one head.
+
+    With `clean`, zeros replace the keys that an earlier sequence left in the slot.
+    """
     embedded = params["embedding"][tokens]
     at = position[:, None] + jnp.arange(tokens.shape[1])
     real = jnp.arange(tokens.shape[1]) < lengths[:, None]
@@ -266,13 +269,16 @@ def test_a_model_that_ignores_lengths_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_model_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
-    """A model is refused if its mask only multiplies by zero: this keeps a NaN that an earlier sequence left in the slot."""
+    """A model that only multiplies an earlier sequence's keys by zero is refused, because zero times a NaN is a NaN."""
     with pytest.raises(BundleError, match=r"output 'token': its logits are not finite\. A slot holds what"):
         export_model(tmp_path / "model", partial(attend, clean=False), batch_sizes=[1], chunks=[1])
 
 
 def test_a_step_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
-    """A step in place is refused if it begins sequences by a product with zero: this keeps a NaN of the earlier sequence."""
+    """A step in place is refused if it begins a sequence by multiplying the slot's old state by zero.
+
+    Zero times a NaN that an earlier sequence left in the slot is a NaN.
+    """
 
     def stale(params: Any, pools: Any, slots: Any, begins: Any, x: Any) -> Any:
         before = pools["sum"].at[slots].get(mode="fill", fill_value=0) * ~begins[:, None]
@@ -326,7 +332,7 @@ def test_a_bundle_with_state_is_converted(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_documented_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example on the page is exported without a change."""
+    """The example in docs/state.md can be exported as it is."""
     page = (Path(__file__).parents[3] / "docs" / "state.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     Path("running.py").write_text(page.partition("```python\n# running.py\n")[2].partition("```")[0])

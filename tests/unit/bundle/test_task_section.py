@@ -112,7 +112,10 @@ def test_a_task_is_read_and_written(tmp_path: Path, manifest: dict[str, Any], ta
 
 
 def test_a_generation_and_a_meta_model_have_tasks(tmp_path: Path) -> None:
-    """The tensors of a generation's task follow from the section `generate`. A meta model's task names tensors of its clients."""
+    """The tensors of a generation's task follow from the section `generate`.
+
+    A meta model's task names the tensors that its clients send and receive.
+    """
     manifest = {**WRITER, "task": GENERATES}
     read = read_bundle(make_bundle(tmp_path, manifest, modules=CHUNKS)).manifest
     assert read.task == TaskSpec("text-generation", {"ids": "tokens"}, {"ids": "tokens"})

@@ -74,7 +74,10 @@ def test_bags_of_rows_are_reduced(mode: str) -> None:
 
 
 def test_places_of_the_largest_values_are_those_of_pytorch() -> None:
-    """Adaptive pooling returns places in the whole image, as unpooling needs them. Among equal values, it takes the first."""
+    """Adaptive max pooling returns the position of each maximum in the whole image, as unpooling needs it.
+
+    Among equal values, it returns the first one's position.
+    """
     image = random(2, 3, 7, 5).round()
     _, places = lowered("aten.adaptive_max_pool2d", image, (3, 4))
     np.testing.assert_array_equal(
@@ -92,7 +95,10 @@ def test_antialiased_resizing_agrees(mode: str, size: tuple[int, int], align: bo
 
 
 def test_an_unmoved_deformable_convolution_is_a_convolution() -> None:
-    """Offsets of zero give a plain convolution, and whole offsets that of a moved image. The mask weighs each place."""
+    """With offsets of zero, the result is a plain convolution. With integer offsets, it is the convolution of a moved image.
+
+    The mask scales each sampled value.
+    """
     image, weight, bias = random(2, 4, 6, 5), random(6, 2, 3, 3), random(6)
     offset, mask = torch.zeros(2, 2 * 2 * 9, 4, 3), torch.full((2, 2 * 9, 4, 3), 0.5)
     options = (1, 1, 0, 0, 1, 1, 2, 2)
@@ -122,7 +128,10 @@ def test_the_best_boxes_that_do_not_overlap_are_returned() -> None:
 
 
 def test_every_core_operation_has_a_lowering() -> None:
-    """All core operations of PyTorch have a lowering, except the listed ones. So have torchvision's, except those with dynamic results."""
+    """All core operations of PyTorch have a lowering, except the listed ones.
+
+    rsrv has its own lowerings of two of torchvision's operations.
+    """
     # Imported only here, because torchax changes PyTorch for the whole process.
     from rsrv_bundle.torch_programs import _decompositions, _known
 
@@ -166,7 +175,7 @@ def test_every_core_operation_has_a_lowering() -> None:
     ],
 )
 def test_recurrent_networks_return_what_pytorch_does(name: str, module: nn.RNNBase) -> None:
-    """From random first states, the outputs and last states of all layers and directions are PyTorch's."""
+    """From random initial states, a network returns PyTorch's outputs and last states of all layers and directions."""
     # The loop computes several steps at a time. 11 is not a multiple of their number.
     x = random(2, 11, 3) if module.batch_first else random(11, 2, 3)
     cells = module.num_layers * (2 if module.bidirectional else 1)

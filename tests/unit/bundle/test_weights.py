@@ -99,7 +99,7 @@ ATTACKS: list[tuple[str, bytes, str]] = [
 def test_a_hostile_file_is_refused_before_a_tensor_is_read(
     tmp_path: Path, content: bytes, fragment: str
 ) -> None:
-    """A hostile file is refused from its header, with the file, the tensor and the rule."""
+    """A hostile file is refused because of its header. The error names the file and the broken rule."""
     lines = problems_of(make_bundle(tmp_path, weights=content))
     assert any(line.startswith("weights.safetensors: ") and fragment in line for line in lines), lines
 
@@ -122,7 +122,7 @@ def test_a_file_that_only_the_safetensors_library_refuses_is_refused(
 def test_an_extra_tensor_may_have_a_type_that_no_weight_has(
     tmp_path: Path, dtype: str, shape: list[int]
 ) -> None:
-    """Tensors that are not weights are ignored, whatever types the safetensors library knows."""
+    """A tensor that is not a weight is ignored, even if rsrv does not support its type. As a weight, it is refused."""
     nbytes = 12 if dtype.startswith("F6") else 8
     extra = {"dtype": dtype, "shape": shape, "data_offsets": [8, 8 + nbytes]}
     header = {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["a"]'}, "b": extra}
@@ -167,7 +167,7 @@ def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Pa
 def test_version_2_layout_round_trips(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], token: str, random: Any
 ) -> None:
-    """For every rank and type, the row-major transpose loads as the original array in format 2.0."""
+    """In format 2.0, a file has the row-major transpose of each array. Every rank and type loads as the original array."""
     dtype = dtypes.numpy_dtype(token)
     raw = bytes(
         random.randrange(2 if token == "bool" else 256) for _ in range(int(np.prod(shape)) * dtype.itemsize)
@@ -229,7 +229,7 @@ def test_a_weight_that_comes_in_pieces_is_read_whole(
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
-    """A file that shrinks while it is open is refused. A file whose name is replaced can still be read."""
+    """A file that shrinks while it is open is refused. A file that another file replaces while it is open can still be read."""
     made = make_bundle(tmp_path, weights=one_weight(buffer=np.arange(6, dtype="<f4").tobytes()))
     file = WeightsFile(read_bundle(made))
     raw = np.empty(24, np.uint8)

@@ -90,7 +90,7 @@ def test_merge_keys_that_expand_exponentially_are_refused() -> None:
 def test_deep_nesting_is_refused_before_the_rest_is_parsed(
     text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nesting is refused at the limit: the parser takes half a minute for 60,000 brackets."""
+    """Parsing stops as soon as the nesting is too deep, because 60,000 brackets would take half a minute."""
     taken = []
     take = yaml12._Document._take
 
@@ -135,7 +135,7 @@ def test_deep_nesting_is_refused_before_the_rest_is_parsed(
     ],
 )
 def test_values_are_those_of_the_core_schema(text: str, value: object) -> None:
-    """Plain values are null, booleans and numbers in the forms of YAML 1.2's core schema, and text in all others."""
+    """A plain value is null, a boolean or a number if YAML 1.2's core schema says so. Otherwise it is text."""
     parsed = yaml12.parse(f"key: {text}")["key"]
     assert parsed == value
     assert type(parsed) is type(value)

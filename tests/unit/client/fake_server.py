@@ -1,4 +1,4 @@
-"""A server without a network. It records what `rsrv.client` sends, and a test decides what it answers."""
+"""A fake server without a network. It records the requests of `rsrv.client`. A test may delay or fail its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ CONFIG: dict[str, Any] = {
 
 
 class FakeServer:
-    """Answers y = 2 x for each row, or the length of a text. `before` runs before each answer, and may raise AttemptFailed."""
+    """Answers y = 2 x for each number, and with the length of each text.
+
+    `before` runs before each answer, with the number of requests so far and the request's values. It may raise AttemptFailed.
+    """
 
     def __init__(self, config: Mapping[str, Any] = CONFIG) -> None:
         self.configuration = config

@@ -104,7 +104,7 @@ def test_a_request_has_as_many_files_as_their_bytes_allow(
 
 
 def test_a_task_names_inputs_outputs_and_labels(server: FakeServer, client: Client) -> None:
-    """The roles of the bundle's task are valid names of its tensors, and columns of scores have labels."""
+    """The roles of a task are valid names of the model's tensors. `labels` returns the label of each row's highest score."""
     task = {
         "kind": "text-classification",
         "inputs": {"text": "x"},
@@ -140,7 +140,10 @@ def test_a_file_is_a_data_set(client: Client, tmp_path: Path, suffix: str) -> No
 
 
 def test_lines_and_the_files_of_a_folder_are_rows(server: FakeServer, client: Client, tmp_path: Path) -> None:
-    """In a .txt file each line is a row, also a last line without a newline. In a folder each file is a row, in the order of names."""
+    """In a .txt file, each line is a row, including a last line without a newline.
+
+    In a folder, each file is a row, in the order of names.
+    """
     server.configuration = TEXTS
     (tmp_path / "lines.txt").write_text("a\nb\fcd\r\n\n")
     (tmp_path / "open.txt").write_text("a\nbc")
@@ -160,7 +163,7 @@ def test_rows_of_several_lengths_share_no_request(server: FakeServer, client: Cl
 
 
 def test_a_model_without_an_axis_of_rows_gets_a_row_per_request(server: FakeServer, client: Client) -> None:
-    """Each row is a request of its own, and the answers are stacked."""
+    """If a model has no batch axis, each row is a request of its own, and the answers are stacked."""
     server.configuration = {**CONFIG, "max_batch_size": 0}
     assert client.map("m", np.arange(3)[:, None]).arrays()["y"].tolist() == [[0], [2], [4]]
 
@@ -181,7 +184,7 @@ def test_wrong_rows_are_named(client: Client, rows: Any, error: str) -> None:
 
 
 def test_rows_before_the_first_one_are_left_out(server: FakeServer, client: Client) -> None:
-    """`first_row` leaves out earlier rows of columns. For an iterable of rows, it is refused."""
+    """`first_row` skips the rows before it if the rows are given in columns. With an iterable of rows, it is refused."""
     rows = np.arange(11)
     assert [number for number, _ in client.map("m", rows, first_row=5)] == [5, 6, 7, 8, 9, 10]
     assert server.requests == [[5, 6, 7, 8], [9, 10]]
@@ -197,7 +200,10 @@ def test_rows_of_sequences_are_refused(server: FakeServer, client: Client) -> No
 
 
 def test_another_requests_failure_does_not_make_a_served_model_unknown(server: FakeServer) -> None:
-    """A restarting server does not know the model for a while. The client retries even if another request to it fails in that time."""
+    """A restarting server does not know the model for a while.
+
+    The client retries a request in that time, even if another request for the model fails.
+    """
 
     async def before(number: int, values: list[Any]) -> None:
         if values == [7]:

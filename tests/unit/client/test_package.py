@@ -35,7 +35,10 @@ for url in ("localhost:1", "http://localhost:1"):
 
 
 def brought(requirement: Requirement, seen: set[tuple[str, str]]) -> set[str]:
-    """Return the distributions that a requirement installs, with those that they require."""
+    """Return the names of the distributions that a requirement installs, including their own requirements.
+
+    `seen` has the distributions and extras that were already followed.
+    """
     names: set[str] = {canonicalize_name(requirement.name)}
     for extra in ("", *requirement.extras):
         if (requirement.name, extra) in seen:

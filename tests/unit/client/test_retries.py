@@ -15,7 +15,7 @@ def after(failure: Failure, attempts: int = 1, **facts: bool) -> float | str:
     return decision if isinstance(decision, str) else round(decision - 100.0, 3)
 
 
-#: First pause of a plain request by failure. None means that there is no further attempt.
+#: Pause in seconds before the second attempt of a request, by failure. None means that there is no second attempt.
 TABLE = {
     (Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] too many requests wait for this model; retry after 120 ms"): 0.12,
     (Code.RESOURCE_EXHAUSTED, "[rsrv:QUEUE_FULL] too many requests wait; retry after 120 ms"): 0.12,
@@ -60,7 +60,10 @@ def test_no_step_of_a_sequence_is_repeated(code: Code, text: str) -> None:
 
 
 def test_a_server_that_never_answered_is_reported_at_once() -> None:
-    """If an address never had a server, or never had the model, the client does not retry, because the address is probably wrong."""
+    """If the server has never answered, or has never served the model to this client, the client does not retry.
+
+    The address or the model's name is probably wrong.
+    """
     unknown = Failure(Code.NOT_FOUND, "Request for unknown model: 'm' is not found")
     assert after(Failure(Code.CONNECTION, "Connection refused"), reached=False) == ""
     assert after(unknown, served=False) == ""
@@ -80,7 +83,7 @@ def test_chance_spreads_the_attempts_of_many_clients() -> None:
 
 
 def test_nothing_is_sent_after_the_deadline() -> None:
-    """If the next attempt would be after the deadline, there is none, and the error says so."""
+    """If the next attempt would be after the deadline, the client does not retry, and the error says so."""
     full = Failure(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 1000 ms")
     assert decide(full, 1, 0.0, 1.1) == 1.0
     assert decide(full, 1, 0.0, 1.0) == "the deadline leaves no time for another attempt"

@@ -197,7 +197,10 @@ def sharing(monkeypatch: pytest.MonkeyPatch) -> Sharing:
 
 
 def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
-    """After a restart, the server knows none of several free regions. All later requests are answered, and no region is left."""
+    """After a restart, the server does not know the client's free regions.
+
+    All later requests are still answered, and no region is left in the end.
+    """
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:
@@ -219,7 +222,10 @@ def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
     ids=["answered", "unanswered"],
 )
 def test_failed_requests_keep_no_memory(sharing: Sharing, code: Code, most: int) -> None:
-    """The region of a refused request is used again. A region that the server may still use is not, and is unregistered soon."""
+    """The region of a refused request is used again.
+
+    After a request without an answer, the server may still use the region, so the client unregisters it and uses another one.
+    """
 
     async def scenario() -> None:
         async with AsyncClient("localhost:1") as client:

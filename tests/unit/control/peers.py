@@ -72,7 +72,7 @@ def slow_request(at: float, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def impatient(link: RuntimeLink) -> Iterator[None]:
-    """Make the link take its runtime for down after a moment of silence, as after a test has stopped the runtime."""
+    """In the block, the link counts its runtime as down after 50 ms without an answer. For tests that stop the runtime."""
     patient = link._timing
     link._timing = replace(patient, silence_s=0.05)
     yield
@@ -151,16 +151,17 @@ def records(*models: pb.ModelRecord, **device: Any) -> RuntimeRecords:
 
 
 def trimmed(histogram: Histogram) -> pb.Histogram:
-    """Return a histogram as a record has it."""
+    """Convert a histogram to the form that records use."""
     first, counts = histogram.trimmed()
     return pb.Histogram(sum=histogram.sum, first=first, counts=counts)
 
 
 class FakeRuntime:
-    """Listens at `path` until `die`.
+    """A fake runtime that listens at `path` until `die` is called.
 
-    `commands` has the received commands, without pings. It includes changes of the desired document, but not whole documents;
-    `document` is the result of both. `answers` returns the reply to a command.
+    `commands` has the received commands, except pings and commands with a whole desired document. Changes of the document are
+    included. `document` is the desired document after all commands. `answers` returns the reply to a command, or None
+    for no reply.
     """
 
     def __init__(self, path: Path, instance: str = "11" * 8) -> None:
@@ -320,7 +321,7 @@ class FakeRuntime:
         return {"instance": self.follows[0], "revision": self.follows[1]}
 
     def wants(self, model: str) -> dict[str, Any]:
-        """Return what the document wants of a model."""
+        """Return the fields of a model in the desired document. They are empty if the document does not name the model."""
         fields: dict[str, Any] = self.document["models"].get(model, {})
         return fields
 

@@ -37,7 +37,7 @@ def debounce() -> BundleDebounce:
 
 
 def test_two_scans_have_to_agree(debounce: BundleDebounce) -> None:
-    """A change is reported when two scans agree that are far enough apart. Other scans between them do not matter."""
+    """A change is reported when two scans that are far enough apart agree. More scans in between do not matter."""
     assert changed(debounce, 2.0, seen(a="2", b="1")) == set()
     assert changed(debounce, 2.9, seen(a="2", b="1")) == set()
     assert changed(debounce, 3.0, seen(a="3", b="1")) == set()
@@ -113,7 +113,10 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(debounce: BundleDebou
     ids=["no directory", "what a disk is mounted on"],
 )
 def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: Seen) -> None:
-    """Bundles of a missing root are not gone. Its loss and its return are reported once, and changed bundles after its return."""
+    """While a root is missing, its bundles are not gone.
+
+    The loss and the return of the root are reported once each. After the return, changed bundles are reported.
+    """
     (line,) = told(debounce, 2.0, missing)
     assert "is a disk not mounted?" in line
     assert told(debounce, 10.0, missing) == []
@@ -139,7 +142,10 @@ def test_a_root_that_was_never_there_may_hold_anything() -> None:
 
 
 def test_another_directory_with_bundles_is_taken_as_it_is(debounce: BundleDebounce) -> None:
-    """If a root becomes another directory, for example because a link changes, its bundles are taken as they are."""
+    """If a root becomes another directory with bundles, for example because a link changes, only these bundles count.
+
+    Bundles that only the old directory has are gone.
+    """
     changed(debounce, 2.0, seen(NEW, a="1", c="1"))
     assert changed(debounce, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
     assert debounce.gone("b")

@@ -20,7 +20,10 @@ E, S = BundleEvent, BundleState
 
 
 def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
-    """A bundle that changes during its load is due when the load ends. Until then, it does not affect the next time to act."""
+    """A bundle that changes during its load is due when the load ends.
+
+    Until then, the change does not affect the next time to act.
+    """
     states = BundleStates()
     states.changed({"a", "b"}, 0)
     assert states.due(0) == {"a", "b"}
@@ -49,7 +52,10 @@ def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) -> None:
-    """If the stub of a model dies that waits for its unload, the model is reloaded first. It is unloaded even if the reload fails."""
+    """If a model waits for its unload and its stub dies, the model is reloaded first.
+
+    The model is unloaded even if the reload fails.
+    """
     states = BundleStates()
     states.apply("slow", E.LOAD, 0)
     states.orphan("a", (), 0)
@@ -86,7 +92,7 @@ def test_failures_are_retried_ever_more_seldom() -> None:
 
 
 def test_another_bundle_starts_the_count_again() -> None:
-    """A changed bundle is tried at once. If it fails, this is its first failure."""
+    """A changed bundle is tried at once. If it fails, its failures are counted from one again."""
     states = BundleStates()
     for _ in range(5):
         states.fail("a", "why", 0, wall=1)
@@ -112,7 +118,7 @@ def test_broken_bundles_wait_for_another_bundle() -> None:
 
 
 def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced() -> None:
-    """The failure of a broken bundle stays while the stub of its old version is replaced, even if this fails."""
+    """The failure of a broken bundle stays while the stub of its old version is replaced, even if the replacement fails."""
     states = BundleStates()
     states.set_broken({"a": "no manifest"}, 0, wall=1)
     for _ in range(2):

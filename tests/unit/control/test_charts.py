@@ -44,7 +44,10 @@ def test_a_time_without_updates_is_a_gap() -> None:
 
 @given(st.floats(0.2, 5.0), st.integers(1, 60_000))
 def test_the_points_are_bounded(every: float, updates: int) -> None:
-    """At any pace of updates, a range has at most its number of points, about its seconds apart, and no work is lost."""
+    """At any rate of updates, a range has at most its maximum number of points, and no work is lost.
+
+    The distance between two points is about the range's number of seconds.
+    """
     charts, updates = Charts(), min(updates, int(3_000 / every))
     for number in range(updates):
         charts.add(number * every, work(0.1), 1)

@@ -74,7 +74,7 @@ async def shell(
 
 
 def test_commands_need_no_settings_reader_and_no_numpy() -> None:
-    """An invocation imports no pydantic, numpy or rich that it does not need: pydantic doubles the time."""
+    """The module of the commands imports no pydantic, numpy or rich: pydantic alone would double the time of a command."""
     program = (
         "import sys, rsrv.cli.server_commands; "
         "print([name for name in ('rich', 'pydantic', 'numpy', 'asyncio') if name in sys.modules])"
@@ -127,7 +127,7 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
         rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
         await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
 
-        # The status of a pattern has the failures of its models. A command for a failed model gets the reason.
+        # With a pattern, the status has the failures of matching models only. A command for a failed model prints the reason.
         result = await rsrv("status", "c*")
         assert result.out.splitlines() == ["", "c has failed, 3 tries: manifest.yaml: no such key"]
         refused = {"error": "there is no model 'c'", "code": "NOT_FOUND"}
@@ -189,7 +189,10 @@ def remember(runtime: FakeRuntime) -> None:
 
 @looped
 async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rsrv memory` prints the budget's arithmetic, own and shared bytes of each model, and free pieces. A model names its sharers."""
+    """`rsrv memory` prints how the budget is computed, what is free, and each model's own and shared bytes.
+
+    Each model has the names of the models that share tensors with it.
+    """
     async with shell(tmp_path, capsys) as rsrv:
         remember(rsrv.server.runtime)
 
@@ -362,7 +365,10 @@ async def test_a_table_on_a_terminal(
 def test_a_table_wider_than_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a narrow terminal, names stay whole. Columns without a value are left out first, then the last ones, which a line names."""
+    """In a narrow terminal, names are not cut, but columns are left out: first columns without values, then the last columns.
+
+    A line names the omitted columns that have values. The column of errors is left out last.
+    """
     monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
     cells = {"MODEL": "a_long_name", "PAUSED": "", "ANSWERED": "123456", "STUBS": "1"}
     columns: dict[str, Callable[[dict[str, str]], str]] = {head: itemgetter(head) for head in cells}
@@ -583,7 +589,7 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
 async def test_a_followed_history_has_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A followed history prints each new record once. It also prints each new reason for which the weights wait."""
+    """A followed history prints each new record once. It also prints each new reason why the weights are not loaded."""
     answers: list[tuple[int, str]] = [
         (1, ""),
         (1, ""),
@@ -774,7 +780,7 @@ async def test_a_profile_of_a_while(
 async def test_an_address_without_a_server_fails_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If nothing answers at the address, one line names it and exits 1."""
+    """If nothing answers at the address, the command prints one line that names the address, and exits 1."""
     async with shell(tmp_path, capsys) as rsrv:
         result = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
         assert result.status == 1

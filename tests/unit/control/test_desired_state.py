@@ -1,4 +1,7 @@
-"""The documents of what runtimes should do. They follow from commands, the file of overrides and rsrv.yaml, after any death."""
+"""`DesiredState`: the documents that say what runtimes should do, before and after the death of any process.
+
+They are made from operators' commands, the file of overrides and rsrv.yaml.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +47,7 @@ def command(state: DesiredState, rng: Random) -> None:
 
 
 def behaviour(policy: Policy) -> dict[str, Any]:
-    """Return how a runtime schedules each model, also a model that is added later."""
+    """Return how a runtime schedules each model, including a model that is added later."""
     return {
         name: (policy.settings.for_model(name), policy.paused(name), policy.prefetched(name), policy.queue_depth(name))
         for name in [*_NAMES, "later"]
@@ -58,7 +61,10 @@ def whole(policy: Policy, document: DesiredDocument) -> Policy:
 
 
 def test_a_death_between_any_two_commands_leaves_document_settings_and_behaviour(tmp_path: Path) -> None:
-    """After each of 200 commands and edits, a new runtime and a new control process want the same as the old ones."""
+    """After each of 200 random commands, a new runtime has the same document and behaves like the old one.
+
+    A new control process makes the same documents. Some commands follow an edit of rsrv.yaml.
+    """
     rng = Random(46)
     settings = load_settings()
     state = desired(tmp_path, settings)
@@ -110,7 +116,7 @@ def test_a_command_wins_over_the_overrides_which_win_over_the_file(tmp_path: Pat
 
 
 def test_the_document_of_the_file_alone_is_that_of_a_runtime_by_itself(tmp_path: Path) -> None:
-    """Without commands, the document equals the one of a runtime that has read rsrv.yaml, so nothing is to change."""
+    """Without commands, the document equals that of a runtime that has read rsrv.yaml itself, so nothing must be sent."""
     for text in _FILES:
         settings = load_settings(text)
 
@@ -130,7 +136,10 @@ def test_the_document_of_the_file_alone_is_that_of_a_runtime_by_itself(tmp_path:
 def test_what_was_prefetched_is_until_it_is_evicted(
     tmp_path: Path, then: Callable[[DesiredState], None], remain: str
 ) -> None:
-    """A prefetch holds until a command for its model and device ends it. Such a command may be for all models."""
+    """A prefetch lasts until an eviction on its device, of its model or of all models.
+
+    It also ends if the model's residency becomes `system`.
+    """
     state = desired(tmp_path)
     state.prefetch("ab", [0])
 
@@ -184,7 +193,10 @@ def test_a_wrong_value_changes_nothing(tmp_path: Path, change: Callable[[Desired
 def test_a_spoiled_file_of_overrides_keeps_the_last_good_one(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the file of overrides is malformed or half-written, its copy is used, or else no overrides. The log reports it."""
+    """If the file of overrides is malformed or half-written, its copy is used, and the log reports the error.
+
+    If the copy is also malformed, there are no overrides.
+    """
     state = desired(tmp_path)
     state.pause(["a"], "hold")
     (tmp_path / "overrides.json").write_text(text)
@@ -210,7 +222,7 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
 def test_a_pause_of_all_models_replaces_those_of_single_ones(
     tmp_path: Path, mode: Literal["drain"] | None
 ) -> None:
-    """A later command for all models replaces earlier pauses and resumptions of single models."""
+    """A later pause or resumption of all models replaces earlier pauses and resumptions of single models."""
     state = desired(tmp_path)
     state.pause(["a"], "hold")
     state.pause(None, "reject")

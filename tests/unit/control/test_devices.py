@@ -21,7 +21,10 @@ READY = {"records": [{"at": 1.0, "what": "model ready", "why": "warmed up"}], "w
 
 @looped
 async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
-    """The status has the sum of the counters and the best state of all devices. It also has both for each device, even after a failure."""
+    """The status of a model has the sums of its counters and its best state over all devices.
+
+    It also has the counters and the state on each device, or the error of a device on which the model failed.
+    """
     async with served(tmp_path, models=["a"], devices=2) as server:
         first, second = server.all
         first.change("a@1", entry("a", weights="absent"))

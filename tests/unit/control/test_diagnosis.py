@@ -89,7 +89,7 @@ async def test_a_model_that_could_not_start_is_no_finding_once_it_is_removed(tmp
 
 @looped
 async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
-    """An update without a runtime asks no runtime. The end of a runtime alone is no finding yet."""
+    """An update without a runtime still reports failed bundles. The end of a runtime alone is no finding yet."""
     async with diagnosed(tmp_path) as server:
         server.runtime.die()
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
@@ -99,7 +99,10 @@ async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
 
 @looped
 async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures are a finding while the oldest kept snapshot is from before them. Snapshots share the record of an idle model."""
+    """Failures are a finding until the oldest kept snapshot is newer than the failures.
+
+    All snapshots share one record of an idle model.
+    """
     monkeypatch.setattr(module, "_SNAPSHOT_S", 0.001)
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())

@@ -597,7 +597,10 @@ def test_a_full_shm_names_whose_bytes_it_holds(usage: ShmUsage, cause: str, cure
 
 
 def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a start that compiles, the advice names the setting of the cache's folder. If it is set, models or jax are new there."""
+    """If a start compiles and the compilation cache has no folder, the cause is the setting of this folder.
+
+    If the setting names a folder, the cause is that this folder did not have the executables.
+    """
     monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
     compiled = counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))
     for settings, cause in (
@@ -676,7 +679,10 @@ def test_what_is_well_does_not_raise_it(name: str, now: ServerFigures) -> None:
 
 
 def test_rates_are_of_the_window() -> None:
-    """Failures and misses before the window are not counted. Those in the window are, even after a long time without any."""
+    """Failures before the window are not counted.
+
+    Failures in the window are compared with the requests of the window only, even after many earlier requests.
+    """
     bad = model(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30})
     past = server(counts({"a": bad}))
     well = model(2000, outcomes=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
@@ -714,7 +720,10 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
 
 
 def test_a_process_that_ended_in_the_window_is_told() -> None:
-    """Ends of processes before the window are not counted. One finding for all names the model with the most ends."""
+    """Ends of processes before the window are not counted.
+
+    There is one finding for all models. It begins with the model whose process has ended most often.
+    """
     past = server(counts({}), process_ends={"a": 1, "b": 1})
     now = replace(past, t=120.0, process_ends={"a": 2, "b": 4, "c": 1})
     finding = found(now, past)["process_ended"]
@@ -816,7 +825,7 @@ def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -
 
 
 def test_a_setting_may_be_why_rows_execute_alone() -> None:
-    """For a model that a setting limits to one row at a time, the cure is the setting, and not another bundle."""
+    """For a model that a setting limits to one row at a time, the cure is to change the setting, and not another bundle."""
     now = server(
         counts({"a": model(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
         settings="models: {a: {max_batch_size: 1}}",

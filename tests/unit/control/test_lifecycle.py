@@ -93,7 +93,10 @@ def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> 
 async def test_a_server_that_serves_what_is_there_is_left_alone(
     tmp_path: Path, age_s: int, loads: list[str]
 ) -> None:
-    """In the first round, Triton reloads models that it may not have loaded at its start. The reconciler writes nothing."""
+    """In its first round, the reconciler writes nothing.
+
+    It lets Triton load the models that failed, and the models whose files are newer than Triton's start.
+    """
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.started_ns = time.time_ns() - age_s * 10**9
     del world.triton.served["b"]
@@ -148,7 +151,10 @@ async def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
 async def test_a_refused_alias_stays_among_the_failures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reason is logged once. It stays among the failures until the alias is fixed or removed, even while bundles change."""
+    """If an alias is invalid, the reason is logged once.
+
+    The reason stays among the failures until the alias is fixed or removed, even while bundles change.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (_, lifecycle):
         refused = {"lost": {"c": 1.0}, "b": {"a": 1.0}}
         lifecycle.follow_aliases({**refused, "fraud": {"a": 1.0}})
@@ -283,7 +289,7 @@ async def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_load
 async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A removed model is unwanted until its folder is gone. The repository's lock may delay this."""
+    """A removed model is unwanted until its folder is gone. The repository's lock may delay the removal of the folder."""
     seen: list[set[str]] = []
 
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
@@ -318,7 +324,10 @@ async def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_p
 
 @in_virtual_time
 async def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
-    """After a failed load, the old folder is restored, and the load is retried. The failure has its reason until a new bundle ends it."""
+    """After a failed load, the old folder is restored, and the load is retried.
+
+    The failure is reported with its reason until a new bundle is loaded, or the bundle is removed.
+    """
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         place(world.roots["r"] / "a", BAD)
         place(world.roots["r"] / "new", BAD)
@@ -345,7 +354,7 @@ def forsake(lifecycle: Reconciler) -> None:
 
 
 async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
-    """Let a reconciler take these bundles, and stop it before Triton answers, as if its process were killed."""
+    """Let a reconciler load these bundles, and stop it before Triton answers, as if its process were killed."""
     async with living(world) as lifecycle:
         await asyncio.sleep(20)
         for name, text in texts.items():
@@ -500,7 +509,7 @@ async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> 
 
 @in_virtual_time
 async def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
-    """If a callee changes during a load of its meta model, the next load takes the change, and this load does not."""
+    """If a callee changes during a load of its meta model, the change does not affect this load, but the next one."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, _):
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
@@ -682,7 +691,10 @@ async def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) -> None:
-    """A stub that dies after an outage of the runtime has no connection, as a cold model's stub has none. It is replaced all the same."""
+    """A stub that dies after an outage of the runtime is replaced.
+
+    It has no connection, but neither has the living stub of a cold model.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, _):
         view = world.triton.view
         view.up = False
@@ -698,7 +710,7 @@ async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: 
 
 @in_virtual_time
 async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_path: Path) -> None:
-    """After a runtime's return, living stubs that wait for a long compilation are not replaced, then or later.
+    """After an outage of the runtime, a living stub is not replaced, however long it waits for a compilation.
 
     A dead stub is replaced soon.
     """
@@ -760,7 +772,10 @@ async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_ret
     "form", ["{relative}/a/1/model.py", "{absolute}//a/1/model.py", "{relative}/./a/1/model.py"]
 )
 def test_a_process_is_found_however_the_server_spells_its_repository(tmp_path: Path, form: str) -> None:
-    """The stub of a model is found by any spelling of the repository's path, as relative ones. Stubs of other servers are ignored."""
+    """The stub of a model is found by any spelling of the repository's path, for example by a relative path.
+
+    Stubs of other servers are ignored.
+    """
     file = tmp_path / "gen/a/1/model.py"
     file.parent.mkdir(parents=True)
     file.write_text("import os, sys; os.chdir('/'); print(flush=True); sys.stdin.read()")
@@ -776,7 +791,7 @@ def test_a_process_is_found_however_the_server_spells_its_repository(tmp_path: P
 
 @in_virtual_time
 async def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
-    """A dead stub is replaced while the repository is being written, unless its own model is."""
+    """A dead stub is replaced while other models of the repository are written, but not while its own model is written."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         async with lifecycle._writing:
             assert lifecycle._loader.reserve("a")
@@ -976,7 +991,10 @@ async def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None
 async def test_a_server_whose_models_are_fixed_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If Triton's models are fixed, one line of the log says so and nothing is written. Failures are still reported."""
+    """If Triton runs with --model-control-mode=none, nothing is written. The log says once that models cannot be loaded.
+
+    Failures are still reported.
+    """
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.mode = "none"
 

@@ -32,7 +32,7 @@ class Watched:
     runtime: FakeRuntime
     runtimes: Runtimes
     live: Live
-    #: Unix time, seconds.
+    #: The Unix time in seconds, as the only item. A test may change it.
     now: list[float]
     lifecycle: FakeLifecycle
 

@@ -136,7 +136,7 @@ def test_every_family_is_served_and_has_its_labels() -> None:
 
 
 def test_samples_are_what_the_runtime_says() -> None:
-    """The samples have the runtime's values, also for names with quotes and values beyond all buckets."""
+    """The samples have the runtime's values, even for names with quotes and for values beyond all buckets."""
     values = samples(expose({0: SAID}, ALONE))
     device, model = ("device", "0"), ("model", 'od"d')
 
@@ -324,7 +324,7 @@ async def test_an_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.Mo
 
 @looped
 async def test_an_address_that_cannot_be_had_is_said() -> None:
-    """The error says whether the port is taken, or the address is not an address."""
+    """The error says whether the port is taken or the address is invalid."""
     async with page() as port:
         with pytest.raises(OSError, match="address already in use"):
             await server_of().start(f"127.0.0.1:{port}")

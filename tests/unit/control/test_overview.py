@@ -106,7 +106,7 @@ def test_a_model_that_no_runtime_has_is_shown_as_failed() -> None:
 
 
 def test_metrics_and_live_page_have_the_same_words() -> None:
-    """The metrics count models by the words of the live page's rows, and in addition the cold models."""
+    """The metrics count models by the same words that the live page shows. They also count cold models."""
     entries = {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
     why = {"a": "no manifest", "b": "no manifest"}
     for asleep in (False, True):

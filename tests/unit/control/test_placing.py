@@ -35,7 +35,7 @@ class Weights:
         self.loads = {name: new(name) for name in names}
         self.calls: dict[str, list[str]] = {}
         self.budget = budget
-        #: The answer that each question for the record named as its last one.
+        #: For each answer, the number of the earlier answer to which it has the changes. 0 means that it has all models.
         self.known: list[int] = []
         #: Records of all answers so far.
         self._said: list[dict[str, bytes]] = []
@@ -252,7 +252,10 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path,
 
 @looped
 async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
-    """A device without memory gets no models if there is another device. If there is none, it gets them, and a warning says why."""
+    """A device without memory for weights gets no models if there is another device.
+
+    As the only device, it gets all models, and a warning says that there is no memory for them.
+    """
     async with placed(tmp_path, "abc") as world:
         first, second = (device.weights for device in world.devices)
         first.budget, second.budget = 0, 100
@@ -280,7 +283,10 @@ async def test_a_server_that_starts_without_a_device_places_its_models_soon(tmp_
 
 @looped
 async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
-    """A dry run reports the places of models without a device or a model, or with another model. It changes nothing."""
+    """A dry run reports where models would be without a device, without a model, or with an additional model.
+
+    It changes nothing.
+    """
     async with placed(tmp_path, "abc", budget=100) as world:
         await world.rounds(2)
         before, generation = world.masks(), world.placing.generation

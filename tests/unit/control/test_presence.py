@@ -1,4 +1,7 @@
-"""Models that serve, are cold or are expected to return, and dead stubs: the presence follows from events."""
+"""`Presence`: which models serve, are cold or are expected to return, and which stubs are dead.
+
+It is computed from the events of runtimes and from polls of the stubs' processes.
+"""
 
 from typing import Any
 

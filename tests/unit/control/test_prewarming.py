@@ -25,7 +25,7 @@ from tests.waiting import looped
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each folder of the repository a model of rsrv-gen's."""
+    """Count each folder of the repository as a model that rsrv-gen has written."""
     monkeypatch.setattr(
         "rsrv.control.prewarming.our_models",
         lambda repository: {folder.name for folder in repository.iterdir() if folder.is_dir()},
@@ -111,7 +111,7 @@ async def test_a_poll_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> Non
 
 @looped
 async def test_a_model_goes_when_its_bundle_is_gone(tmp_path: Path) -> None:
-    """If the bundle of a started model is gone, the runtime is told so once. Models with a bundle stay."""
+    """If the bundle of a started model is removed, the runtime gets one command to end the model. Other models stay."""
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["team-*"]))

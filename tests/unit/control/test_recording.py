@@ -17,8 +17,8 @@ from tests.waiting import looped
 
 #: Instance of the first runtime of `served`.
 INSTANCE = "11" * 8
-#: Requests that the runtime got, by the number from which a poll asks. Requests 0 and 1 are from before this record, and the
-#: runtime has forgotten 2 and 3.
+#: Answers to polls for requests, by the number of the first wanted request: the number of the first returned request, and the
+#: requests. Requests 0 and 1 arrived before the record began. The runtime has forgotten requests 2 and 3.
 CAME: dict[int, tuple[int, list[Any]]] = {
     0: (0, [(1.0, "a@1", 9, 0, None, 0, False)] * 2),
     2: (4, [(5.0, "a@1", 3, 0, 0.25, 2, False), (5.125, "b@1", 1, 0, None, 0, True)]),

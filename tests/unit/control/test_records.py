@@ -8,7 +8,10 @@ from tests.unit.control.peers import model_record
 
 
 def test_an_answer_with_changes_keeps_the_other_models_and_no_meta_model_that_left() -> None:
-    """An answer with changes keeps the records of other models. A meta model that is not in the answer is dropped, as its stub ended."""
+    """An answer that has only the changed models keeps the records of the other models.
+
+    A meta model that is missing in the answer is dropped, because its stub has ended.
+    """
     models = [model_record("a"), model_record("b"), pb.ModelRecord(name="meta", meta=True, queued=3)]
     before = RuntimeRecords().updated(pb.DeviceRecord(next=5, models=models))
     after = before.updated(pb.DeviceRecord(since=5, next=6, models=[model_record("b", queued=9)]))

@@ -47,7 +47,7 @@ def certificate(folder: Path) -> Renewed[str]:
 
 @given(st.datetimes(datetime(2000, 1, 1), datetime(2120, 1, 1)))
 def test_the_end_of_a_certificate(ends: datetime) -> None:
-    """The end is read from the certificate. Dates from 2050 on have another form there."""
+    """The end of a certificate is read from its content. From 2050 on, certificates write dates in another form."""
     ends = ends.replace(microsecond=0, tzinfo=UTC)
     issued = AUTHORITY.issue_cert("localhost", not_after=ends, not_before=datetime(1999, 1, 1, tzinfo=UTC))
     assert end_of(issued.cert_chain_pems[0].bytes()) == ends.timestamp()
@@ -69,7 +69,7 @@ def test_the_first_end_of_a_chain_counts() -> None:
 
 
 def test_a_renewed_certificate_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new certificate is used from the next check on, and the log has its end."""
+    """A new certificate is used from the next check on, and the log says when the certificate ends."""
     caplog.set_level("INFO")
     first = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     renewed = certificate(tmp_path)
@@ -85,7 +85,10 @@ def test_a_renewed_certificate_is_used(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_file_that_cannot_be_used_leaves_the_last_good_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a broken, missing, unmatched or ended file, the last good value stays. The problem is logged once, until a good file ends it."""
+    """While a file is broken or missing, does not match its key, or has ended, the last good value is used.
+
+    Each problem is logged once, and is reported as `problem` until the file is good again.
+    """
     ends = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     now = ends - 100 * DAY
     renewed = certificate(tmp_path)
@@ -144,7 +147,7 @@ def test_a_read_that_failed_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_certificate_that_ends_soon_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A certificate is announced in the log once from 14 days before its end on, and once more at its end."""
+    """The log announces the end of a certificate once in the last 14 days before it, and once when the certificate has ended."""
     ends = issue(tmp_path, datetime(2031, 1, 1, tzinfo=UTC))
     renewed = certificate(tmp_path)
 

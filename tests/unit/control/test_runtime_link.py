@@ -240,7 +240,7 @@ async def test_a_runtime_that_refused_a_change_gets_the_whole_document(tmp_path:
 
 @looped
 async def test_a_change_right_behind_a_refused_one_is_answered_when_it_holds(tmp_path: Path) -> None:
-    """A change just after a refused one is answered when it holds. Before that, the runtime needs the whole document."""
+    """A change right behind a refused one is answered when the runtime follows it, for which it gets the whole document."""
     async with up(tmp_path) as (runtime, runtimes, _):
         runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
 

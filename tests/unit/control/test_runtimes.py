@@ -22,7 +22,7 @@ FETCH = {"command": "prefetch", "model": "a"}
 
 @asynccontextmanager
 async def two(tmp_path: Path) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]]]:
-    """Yield the links to two runtimes, and the runtimes. Both are up and have the ready model `a`."""
+    """Yield the `Runtimes` of a server with two devices, and their fake runtimes, which are up and have the ready model `a`."""
     folders = [tmp_path / name for name in ("0", "1")]
     fakes = []
     for number, folder in enumerate(folders):
@@ -37,7 +37,7 @@ async def two(tmp_path: Path) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]
 
 
 def reborn(old: FakeRuntime, **entries: Any) -> FakeRuntime:
-    """Return the next runtime of the same device."""
+    """Start the next runtime of the same device, with these entries."""
     again = FakeRuntime(old._path, instance="99" * 8)
     again.entries = entries
     return again
@@ -153,7 +153,7 @@ async def test_a_runtime_that_was_dead_follows_what_the_other_follows(tmp_path: 
 
 @looped
 async def test_a_runtime_that_was_silent_misses_nothing(tmp_path: Path) -> None:
-    """A runtime that was stopped follows the changes of that time when it continues."""
+    """When a stopped runtime continues, it follows all changes that it has missed."""
     async with two(tmp_path) as (runtimes, (first, second)):
         desired = runtimes.desired
         second.stop()

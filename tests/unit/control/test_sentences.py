@@ -131,7 +131,10 @@ SLOW = pb.SlowRequest(
 
 
 def test_a_slow_request_has_the_parts_of_its_time() -> None:
-    """Each part of the wait has its reason. The eviction that caused the wait is before it, and equal evictions share a line."""
+    """The sentence of a slow request has each part of its wait, with the reason.
+
+    A line about the eviction that caused the wait precedes it. Equal evictions share a line.
+    """
     twice = pb.GetRequestsResponse(requests=[SLOW, SLOW])
 
     evicted, request = request_lines(twice, NOW)
@@ -177,7 +180,10 @@ def test_a_request_that_is_not_answered_has_a_sentence(slow: pb.SlowRequest, sen
 
 
 def test_a_large_request_is_one_with_its_parts() -> None:
-    """The sentence of a large request has the time of all its executions together, and no other requests of these executions."""
+    """The sentence of a large request has the total time of all its executions.
+
+    It does not mention other requests in these executions.
+    """
     slow = pb.SlowRequest(
         number="1.2",
         model="a",

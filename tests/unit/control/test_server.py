@@ -55,7 +55,7 @@ def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, Path]:
 
 @asynccontextmanager
 async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
-    """Return the address of the services on a local port."""
+    """Yield the address of a local port at which the services listen."""
     renewals = settings.pop("renewals", None)
     async with served(tmp_path, models=["a"]) as server:
         section = ControlSection(listen="localhost:0", **settings)
@@ -236,7 +236,10 @@ async def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local
 @pytest.mark.parametrize("hangs_up", [True, False])
 @looped
 async def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
-    """A dead server is stopped by one call of `stop` at a time, because gRPC does not survive two."""
+    """A dead server can be stopped while its last call ends, and by two calls of `stop` at a time.
+
+    gRPC's own `stop` may crash the process in these cases.
+    """
     section = ControlSection(listen="127.0.0.1:0", token_file=token)
     secret = f"Bearer {SECRET}"
     async with served(tmp_path, models=["a"]) as server:
@@ -248,10 +251,10 @@ async def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, ha
             await http2.status(port, b"/rsrv.control.v1.Control/\xff")
             assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
             server.runtime.change("b@1", entry("b"))
-            # A separate task reads the watch. If this task ends, the call ends during `stop`.
+            # The watch is the dead server's last call. It ends when the client closes its channel, or else by `stop`.
             assert (await watch.read()).change.key == "b@1"
             if not hangs_up:
-                # The shorter of two times takes precedence.
+                # With two calls of `stop`, the shorter time limit applies.
                 await asyncio.gather(listener.stop(20), listener.stop(0))
                 assert await watch.code() is not grpc.StatusCode.OK
         await listener.stop(0)

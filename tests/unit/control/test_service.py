@@ -69,7 +69,7 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
         await until(server.runtimes, lambda: "a@1" in server.link.state.entries)
         (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
         assert (a.starting, a.versions[0].state) == ("", pb.STATE_READY)
-        # The model has come back, and was unloaded.
+        # After its return, the model is unloaded.
         following.change("a@1", None)
         await until(server.runtimes, lambda: not server.link.state.entries)
         assert not (await server.control.GetStatus(pb.GetStatusRequest())).models
@@ -300,7 +300,7 @@ async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
 
 @looped
 async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path: Path) -> None:
-    """A waiting Prefetch returns when the weights are resident. For a meta model, those of its callees must be."""
+    """A waiting Prefetch returns when the weights are resident: those of the model, or those of a meta model's callees."""
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))

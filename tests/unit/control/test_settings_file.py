@@ -53,7 +53,7 @@ async def scene(tmp_path: Path, text: str = "") -> AsyncIterator[Scene]:
 
 @looped
 async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) -> None:
-    """A changed weight and a changed limit are sent once. A removed section is sent as empty."""
+    """Changed settings are sent once. If a model's section is removed from the file, None is sent for the model."""
     async with scene(tmp_path) as here:
         await here.reread()
 

@@ -1,4 +1,7 @@
-"""Devices that sleep, by the control service and the commands: a status does not wake them, and shows all as before."""
+"""Devices that sleep, as the control service and the commands show them.
+
+A status does not wake a sleeping device, and still shows all models.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +110,9 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_status(tmp_path
 async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_cold_models(
     tmp_path: Path,
 ) -> None:
-    """A control process that starts while the device sleeps takes the models that Triton has loaded as cold.
+    """If a control process starts while the device sleeps, the models that Triton has loaded count as cold.
 
-    So they serve, and no runtime is woken.
+    So these models serve, and no runtime is woken.
     """
     async with asleep(tmp_path) as (_, woken):
         second = Runtimes([tmp_path], load_settings())
@@ -126,7 +129,10 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
 @pytest.mark.parametrize("text", [None, "", "[]", '{"models": 3}'])
 @looped
 async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: str | None) -> None:
-    """Without a last record, or with an unreadable one, as of another version, the status shows the models without counts."""
+    """If the last record is missing or unreadable, the status shows the models without counts.
+
+    For example, the record may be of another version.
+    """
     async with asleep(tmp_path) as (server, _):
         note = tmp_path / LAST_RECORD
         note.unlink()
@@ -140,7 +146,7 @@ async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: 
 
 @looped
 async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> None:
-    """The answer to Wake has the seconds that it took. A device that is awake takes none. No restart is counted."""
+    """The answer to Wake has the seconds that each device took, which are 0 if it was awake. No restart is counted."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         woken = drowsy(server)
         await server.control.Sleep(pb.SleepRequest(devices=[1], drain_s=30))
@@ -203,7 +209,10 @@ async def test_a_request_that_wakes_a_device_is_noticed(tmp_path: Path) -> None:
 
 @looped
 async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
-    """Refused are the sleep of a sleeping or unknown device, a negative drain time, and the restart of a sleeping device."""
+    """Sleep is refused for a sleeping or unknown device, and with a negative drain time.
+
+    The restart of a sleeping device is also refused.
+    """
     async with asleep(tmp_path) as (server, _):
         precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
         assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30))) == (
@@ -226,7 +235,7 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
-    """Commands such as a prefetch do not wake a device. They are refused with the command that does."""
+    """Commands such as a prefetch do not wake a device. Their refusal names the command that wakes it."""
     async with asleep(tmp_path) as (server, woken):
         refused = grpc.StatusCode.UNAVAILABLE, "the device sleeps: wake it first, with `rsrv wake`"
         assert await refusal(server.control.Prefetch(pb.PrefetchRequest(model="a"))) == refused

@@ -189,7 +189,10 @@ async def test_another_runtimes_spans_are_all_new() -> None:
 
 @looped
 async def test_spans_of_all_devices_are_sent() -> None:
-    """Spans of each device are read from the device's own position on. They name their device, and another device's end loses none."""
+    """Spans of each device are read from the device's own position on, and name the device.
+
+    No span is lost when the runtime of another device ends.
+    """
     first, second, sink = Device("first"), Device("other"), Sink()
     exporting = export(sink, first, second)
     first.spans, second.spans = [part(name) for name in "abc"], [part("x")]

@@ -30,7 +30,10 @@ def overwrite(file: Path, text: str) -> None:
 @pytest.mark.parametrize("ending", ["v2", "v1"])
 @in_virtual_time
 async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
-    """A torn bundle fails by name. It is loaded when it is finished or restored. Other bundles are not affected."""
+    """A torn bundle is not loaded, and the failure names the file that does not match the manifest.
+
+    The bundle is loaded when it is finished or restored. Other bundles are not affected.
+    """
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         a = world.roots["r"] / "a"
         await asyncio.sleep(10)

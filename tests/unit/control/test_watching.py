@@ -70,7 +70,10 @@ def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -
     "path", ["manifest.yaml", "model.b1.mlir", "labels.txt", "nested/deep.txt", "nested/new.py", "linked"]
 )
 def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
-    """A change of any file changes the signature, also of an auxiliary, nested or linked file. So does restoring a file."""
+    """A change of any file changes the signature, even if the file keeps its size and mtime.
+
+    Auxiliary, nested, new and linked files count as well.
+    """
     bundle = root / "one"
     (bundle / "linked").symlink_to("labels.txt")
     before = sign(bundle, linked=True)
@@ -93,7 +96,10 @@ def test_what_python_leaves_does_not_count(root: Path) -> None:
 
 
 def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) -> None:
-    """A new hard link to a large file does not change the signature, because rsrv-gen makes such links. A write to the file does."""
+    """If rsrv-gen makes hard links (`linked`), a new hard link to a large file does not change the signature.
+
+    Otherwise, the link changes the signature, because it changes the file's ctime.
+    """
     large = root / "one" / "large"
     large.write_bytes(bytes(LINK_BYTES))
     linked, copied = (sign(root / "one", linked=linked) for linked in (True, False))
@@ -174,7 +180,7 @@ def test_directories_a_thousand_deep_end_no_scan(tmp_path: Path) -> None:
 
 
 def test_a_scan_after_a_notice_reads_the_named_bundles(root: Path) -> None:
-    """After a notice, this scan and the next one read only the notice's bundle. A full scan finds every change."""
+    """After a notice about a bundle, the next two scans read only this bundle. A full scan finds every change."""
     write_bundle(root / "two")
     scanner = BundleScanner(lambda: [root], linked=True)
     full = scanner.scan()[root].bundles

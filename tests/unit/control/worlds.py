@@ -154,7 +154,7 @@ def place(path: Path, text: str, *, internal: bool = False) -> None:
 
 
 class World:
-    """Two roots with bundles, their repository, and a server that has loaded the repository."""
+    """Roots with bundles, their repository, and a server that has loaded the repository."""
 
     def __init__(
         self, folder: Path, bundles: Mapping[str, Mapping[str, str]], *, lifecycle: str = ""

@@ -19,7 +19,7 @@ from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
-#: Labels that Prometheus adds to every sample, also in Kubernetes.
+#: Labels that Prometheus adds to every sample, including the labels that it adds in Kubernetes.
 TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 
 
@@ -69,7 +69,7 @@ def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
 
 
 def _is_scalar(node: Any) -> bool:
-    """Return true for a number, and for the time of the evaluation."""
+    """Return whether a node of a query is a number or the time of the evaluation."""
     return isinstance(node, promql_parser.NumberLiteral) or str(node) == "time()"
 
 

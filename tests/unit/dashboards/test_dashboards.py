@@ -32,7 +32,7 @@ def variables(board: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("board", "target"), list(targets()))
 def test_a_query_asks_for_what_is_there(board: Any, target: Any) -> None:
-    """All metrics, labels and variables of a query exist, and also the labels of its legend."""
+    """All metrics, labels and variables of a query exist. Its legend uses only labels of the result."""
     query = target["expr"]
     for variable, value in STANDS_FOR.items():
         query = query.replace(variable, value)

@@ -369,7 +369,10 @@ def test_a_gateway_has_the_key() -> None:
 
 
 def test_a_pod_has_time_to_drain() -> None:
-    """A pod's grace period is long enough for the pause for endpoints, the requests in flight and ten seconds more."""
+    """A pod's grace period covers the preStop pause, the time limit for requests in flight, and ten seconds more.
+
+    In the preStop pause, Kubernetes removes the pod from the endpoints.
+    """
     manifests = render({"drain": {"endpoints": 7, "requests": 20}})
     spec = server(manifests)
     assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 10
@@ -408,7 +411,7 @@ def test_the_cache_is_left_to_its_owner() -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 def test_a_pod_asks_for_all_gpus_of_its_machine_and_serves_from_no_cpu_in_their_place(gpus: int) -> None:
-    """A pod requests its GPUs, and its platform is cuda: without GPUs, it would otherwise answer slowly on the CPU for hours.
+    """A pod that requests GPUs has the platform cuda, so that it does not serve slowly from the CPU if it gets none.
 
     A pod serves from the CPU only if the values ask for no GPU.
     """

@@ -116,7 +116,7 @@ class Driver:
     def end_attempt(
         self, event: Registered | WentCold | ModelRejected | Unreached, after: float = 0.0
     ) -> None:
-        """End an attempt that is under way with its result."""
+        """End the attempt of the event's device. The event is the result of the attempt."""
         del self.attempts[event.device]
         self.send(event, after)
 

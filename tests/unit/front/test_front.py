@@ -257,7 +257,7 @@ def test_suspects_are_executed_one_after_another() -> None:
 def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
     """A suspect waits as long as the suspects before it execute, even beyond its limit.
 
-    If the runtime dies again, this limit ends it.
+    If the runtime dies again after the limit, the suspect is refused.
     """
     driver = down()
     _, _, last = (driver.arrive(deaths=1) for _ in range(3))
@@ -272,9 +272,9 @@ def test_suspects_wait_for_their_turn_beyond_the_limit() -> None:
 
 
 def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on() -> None:
-    """A suspect that had not executed when its runtime died waits again.
+    """A suspect that had not executed when its runtime died waits for the next runtime.
 
-    The death does not count against it, and it delays no other suspect.
+    Its number of deaths stays the same, and later suspects are still executed after it.
     """
     driver = down()
     for _ in range(2):
@@ -308,7 +308,7 @@ def test_requests_that_no_runtime_takes_keep_their_order() -> None:
 def test_a_request_ends_two_runtimes_at_most() -> None:
     """A request that has ended two runtimes fails with a code that forbids a retry, even if the queue is full.
 
-    Other requests wait on.
+    Other requests continue to wait.
     """
     driver = down()
     others = [driver.arrive(nbytes=0) for _ in range(rules.MAX_REQUESTS)]
@@ -323,7 +323,7 @@ def test_a_request_ends_two_runtimes_at_most() -> None:
 
 
 def test_waiting_requests_are_bounded() -> None:
-    """Requests beyond the limit are refused. There is a limit of their number and one of the bytes of their inputs."""
+    """The number of waiting requests and the bytes of their inputs have limits. Requests beyond a limit are refused."""
     driver = down()
     for _ in range(2):
         assert waits(driver.arrive(nbytes=rules.MAX_REQUEST_BYTES // 2))
@@ -373,7 +373,10 @@ def test_a_start_that_too_many_wait_for_is_the_reason_of_those_beyond() -> None:
 
 
 def test_a_cancelled_request_ends_at_once() -> None:
-    """A cancelled request ends at once. Other requests wait on, and so does the start that the cancelled request caused."""
+    """A cancelled request ends at once.
+
+    The start that the request caused continues, and other requests continue to wait for it.
+    """
     driver = cold()
     request, other = driver.arrive(), driver.arrive()
 
@@ -421,7 +424,7 @@ def test_the_first_request_starts_a_cold_model() -> None:
 
 
 def test_a_start_that_advances_is_waited_for() -> None:
-    """Each step of a start begins the limit of waiting again. The refusal says how far the start has come."""
+    """Each step of a start restarts the time limit of the waiting requests. The refusal names the latest step."""
     driver = cold()
     request = driver.arrive()
     for done in range(1, 4):
@@ -489,7 +492,7 @@ def test_a_request_whose_deadline_is_before_the_end_of_the_start_is_refused_at_o
 
 
 def test_a_deadline_that_passes_during_a_start_is_kept() -> None:
-    """A request whose deadline passes during a start is refused at its deadline. The other requests wait on."""
+    """A request whose deadline passes during a start is refused at its deadline. The other requests continue to wait."""
     driver = cold()
     patient, hurried = driver.arrive(), driver.arrive(deadline_s=102.0)
 
@@ -583,7 +586,10 @@ def test_the_devices_join_the_first_one_that_serves() -> None:
 
 @pytest.mark.parametrize("end", [ModelRejected(1, "no device"), Unreached(1, "a fault")])
 def test_a_further_device_that_fails_is_tried_again(end: ModelRejected | Unreached) -> None:
-    """While one device serves the model, another one that fails is tried again. Its pauses double up to a minute."""
+    """While one device serves the model, a further device that fails is tried again.
+
+    The pauses between attempts double up to a minute.
+    """
     driver, pauses = Driver(devices=2), []
     driver.send(LoadAsked(0))
     driver.register(0)
@@ -612,7 +618,7 @@ def test_a_cold_model_starts_on_its_home_alone() -> None:
 def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it() -> None:
     """A cold model starts on the device of the placement table.
 
-    If a new table adds a device, the model is started there, too.
+    If a new table adds a device, the model is also started on this device.
     """
     driver = cold(3, mask=1 << THIRD)
     driver.arrive()
@@ -654,9 +660,9 @@ def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
 
 
 def test_a_start_goes_on_elsewhere_if_the_home_has_no_runtime() -> None:
-    """If the runtime ends during an attempt, the same device is tried again, as the model may be the cause.
+    """If the home's runtime ends during an attempt, the home is tried again, because the model may be the cause.
 
-    If there is no runtime, another device starts the model.
+    If the home has no runtime, another device starts the model.
     """
     driver = cold(2)
     home, other = by_preference("m", 2)
@@ -672,9 +678,9 @@ def test_a_start_goes_on_elsewhere_if_the_home_has_no_runtime() -> None:
 
 @pytest.mark.parametrize("barred", [False, True])
 def test_a_model_that_its_home_rejects_starts_on_another_device(barred: bool) -> None:
-    """If its home rejects a model, another device starts it.
+    """If the home of a model rejects the model, another device starts it.
 
-    If the reason is that it has ended runtimes, no other device does, and requests get the reason.
+    If the home rejects the model because it has ended runtimes, no other device starts it, and requests get the reason.
     """
     driver = cold(2)
     home, other = by_preference("m", 2)
@@ -687,7 +693,7 @@ def test_a_model_that_its_home_rejects_starts_on_another_device(barred: bool) ->
 
 
 def test_a_further_device_that_rejects_the_model_for_crashes_is_the_last_one() -> None:
-    """If a second device rejects the model because it has crashed, no third device starts it.
+    """If a second device rejects the model because the model has crashed, no third device starts it.
 
     This holds even if the second device's runtime ends later.
     """
@@ -740,7 +746,10 @@ def test_a_run_looks_for_another_runtime_until_its_limit() -> None:
 
 
 def test_a_run_starts_a_cold_model() -> None:
-    """A run starts a cold model, although it is not among the waiting requests, because it keeps its own thread."""
+    """A run of a meta model starts a cold model.
+
+    The run is not among the waiting requests, because it waits in its own thread.
+    """
     driver = cold()
     driver.send(RunAsks(Request()))
     assert driver.attempts == {0: Connect(0, started=False, asked=True)}

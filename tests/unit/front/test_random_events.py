@@ -38,7 +38,7 @@ RETRY_S, LIMIT_S = 10.0, 60.0
 
 
 class Life:
-    """One life of a model with random events. Each event is one that is possible in the current state."""
+    """The life of a model, from its load to its unload, with random events that are possible in the current state."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -150,7 +150,7 @@ class Life:
             self.driver.send(RequestCancelled(request) if is_cancelled else RequestAnswered(request))
 
     def _run(self) -> None:
-        """Let a run of a meta model ask whether it may proceed. It must get its answer at once."""
+        """Let a run of a meta model ask whether it may proceed. The front must answer at once."""
         request = Request(deaths=self.random.choice([0, 0, 1, MAX_DEATHS]))
         self.driver.runs.clear()
         self.driver.send(RunAsks(request))
@@ -160,14 +160,14 @@ class Life:
             self.driver.send(RequestAnswered(request))
 
     def end(self) -> None:
-        """Unload the model. Then each request has ended, or is submitted to a runtime."""
+        """Unload the model, and check that each request has ended or is submitted to a runtime."""
         self.driver.send(Unloaded())
         for request in self.requests:
             assert (request.status is not None) != (request in self.driver.submitted)
 
 
 def live(seed: int, events: int) -> None:
-    """Run one life of a model with this number of events, and unload the model."""
+    """Load a model, send this number of random events, and unload the model."""
     life = Life(Random(seed))
     for _ in range(events):
         life.step()
@@ -182,6 +182,6 @@ def test_random_events_break_no_invariant(seed: int) -> None:
 
 @pytest.mark.long
 def test_a_million_random_events_break_no_invariant() -> None:
-    """The invariants hold in the long test, too, with a thousand lives of a thousand events."""
+    """The invariants also hold for a thousand models with a thousand events each."""
     for seed in range(1000, 2000):
         live(seed, 1000)

@@ -1,10 +1,11 @@
-"""Conformance vectors: lives of a model, which the Python front and the native front must follow alike.
+"""Conformance vectors: events of a model, to which the Python front and the native front must react alike.
 
     python -m tests.unit.front.vectors     # writes vectors.json again, after a rule has changed
 
-A vector is a list of events, each with the instructions that follow from it. Each test of the Python front gives one
-vector. Random lives give further vectors, as far as they show something new. The vectors have no events that the native
-front does not have: runs of meta models, runtimes that do not read, and runtimes that ask the front to leave.
+A vector is a life of a model: a list of events from the model's load on, each with the instructions that follow from it.
+Each test of the Python front gives one vector. Lives with random events give further vectors if they show something new.
+The vectors have no events that the native front does not have: runs of meta models, runtimes that do not read, and
+runtimes that ask the front to leave.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ PATH = Path(__file__).with_name("vectors.json")
 #: Number of random lives, number of events of each, and the largest number of steps of a vector.
 _RANDOM_LIVES, _RANDOM_EVENTS, _MOST_STEPS = 1000, 40, 100
 
-#: A time, an event, and the instructions in any order. They follow from the time that has passed since the last step,
-#: and from the event.
+#: A time, an event, and the resulting instructions, whose order does not matter. They result from the time that has passed
+#: since the last step, and from the event.
 Step = tuple[float, list[Any], list[list[Any]]]
 
 
 class Vector:
-    """One life of a model."""
+    """The life of one model, as a list of steps."""
 
     def __init__(self, name: str, devices: int, mask: int, steps: list[Step]) -> None:
         self.name, self.devices, self.mask, self.steps = name, devices, mask, steps
@@ -57,7 +58,7 @@ def read() -> list[Vector]:
 
 
 class Requests:
-    """Requests of a life by number."""
+    """The requests of one life, by number."""
 
     def __init__(self) -> None:
         self._all: list[Request] = []
@@ -126,7 +127,7 @@ def pack_instructions(instructions: Sequence[Instruction], requests: Requests) -
 
 
 class _Recorder:
-    """Recorder of the events that all fronts get, and of the instructions that they return."""
+    """Records the events that all fronts get, and the instructions that the fronts return."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.vectors: list[Vector] = []
@@ -152,9 +153,9 @@ class _Recorder:
         patch.setattr(Front, "handle", handle_recorded)
 
     def keep(self, name: str, *, always: bool) -> None:
-        """Keep the new lives as far as the native front can follow them.
+        """Add the recorded lives to the vectors, without the steps that the native front cannot follow.
 
-        Unless `always`, cut each life after its last new feature.
+        Unless `always`, also remove the steps after the last new feature of each life.
         """
         for number, (vector, _) in enumerate(self._lives.values()):
             vector.name = f"{name} {number}" if number else name
@@ -172,7 +173,7 @@ class _Recorder:
 def _cut(vector: Vector) -> None:
     """Remove the events that the native front does not have.
 
-    If it cannot follow a life without them, remove all steps of this life.
+    If the native front cannot follow the life without these events, remove all steps.
     """
     names = [event[0] for _, event, _ in vector.steps]
     end = names.index("Unloaded") if "Unloaded" in names else len(names)
@@ -183,7 +184,11 @@ def _cut(vector: Vector) -> None:
 
 
 def _features(vector: Vector) -> Iterator[tuple[int, tuple[object, ...]]]:
-    """Yield the features of each step: its event with the resulting instructions, and also the event before it."""
+    """Yield the index and the features of each step.
+
+    The first feature of a step is its event with the kinds of the resulting instructions. If there are instructions, the second
+    one is the previous event, this event, and the first of these kinds.
+    """
     for at, (_, event, instructions) in enumerate(vector.steps):
         kinds = sorted(
             {

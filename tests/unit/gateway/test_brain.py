@@ -297,7 +297,7 @@ async def turns() -> None:
 
 
 async def start_planning(world: World) -> asyncio.Task[None]:
-    """Start a round. Its plan is made only when the planner's gate opens."""
+    """Start a round. Its plan is made only after the test has set the planner's `gate`."""
     world.planner.gate.clear()
     plans = world.planner.plans
     task = asyncio.create_task(world.gateway.round())

@@ -119,7 +119,10 @@ async def test_messages_of_a_stream_are_checked() -> None:
 
 @looped
 async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream's message is in flight while its worker is asked for its outputs. If the client leaves, it is not in flight any more."""
+    """A stream's message is in flight while its worker is asked for its outputs.
+
+    If the client leaves in that time, the message is no longer in flight.
+    """
     async with proxies.serving(1) as house:
         check_started, check_answered = asyncio.Event(), asyncio.Event()
 
@@ -142,7 +145,7 @@ async def test_a_client_that_leaves_during_the_check_leaves_no_load(monkeypatch:
 
 @looped
 async def test_a_worker_tells_its_outputs_with_strings() -> None:
-    """The prober reads a model's metadata, and returns a refusal of the worker."""
+    """The prober reads from a model's metadata which outputs have strings, or returns the worker's refusal."""
     async with proxies.serving(1) as house:
         (worker,) = house.workers
 

@@ -50,7 +50,10 @@ def test_a_server_is_named_once_for_all_its_devices() -> None:
 
 
 def test_a_server_counts_by_its_replicas_and_devices() -> None:
-    """A server with two of three replicas gets two thirds of the requests. If all servers have one size, each is named once."""
+    """A server with two of three replicas gets two thirds of the requests.
+
+    If all servers have equally many replicas, the table names each server once.
+    """
     places = devices_of({"one": (device(0),), "two": (device(0), device(1))})
     table = {"m": Routes(("one", "two/0", "two/1"), ("one", "two/0", "two/1"))}
     assert routes_to_servers(table, places)["m"].placed == ("one", "two", "two")
@@ -61,7 +64,10 @@ def test_a_server_counts_by_its_replicas_and_devices() -> None:
 
 
 def test_a_server_without_its_control_service_keeps_its_size() -> None:
-    """Servers that place models themselves get requests by their number of devices, even while a server does not report it."""
+    """Servers that place models themselves get requests in proportion to their number of devices.
+
+    This holds even while a server does not report this number.
+    """
     eight = replace(device(0), devices=8)
     silent = (WorkerView(True, eight.ready),)
     places = devices_of({"one": (eight,), "two": taken_over((eight,), silent)})

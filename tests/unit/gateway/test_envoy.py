@@ -145,7 +145,10 @@ async def test_requests_of_all_sizes_go_where_the_picker_says(tmp_path: Path) ->
 
 @looped
 async def test_requests_in_flight_are_counted_until_their_answer(tmp_path: Path) -> None:
-    """A request is in flight until its worker answers, even after the client has sent all of it. A cancelled one is not."""
+    """A request is in flight until its worker answers, even after the client has sent all of it.
+
+    A cancelled request is no longer in flight.
+    """
     async with street(tmp_path) as town:
         gate, arrived = asyncio.Event(), asyncio.Event()
 

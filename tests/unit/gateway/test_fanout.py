@@ -59,7 +59,10 @@ def test_statistics_are_sums(workers: list[tuple[int, set[int]]]) -> None:
 
 
 def test_statistics_of_those_that_know() -> None:
-    """Workers that fail or do not have the model are left out, unless all workers do."""
+    """Unavailable workers, and workers that do not know the model, are left out unless there are no others.
+
+    Any other refusal of a worker is the answer.
+    """
     merged: Any = fanout.merge_statistics(
         {"a": MISSING, "b": statistics(3), "c": GONE, "d": statistics(4, model="n")}
     )

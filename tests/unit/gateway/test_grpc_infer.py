@@ -193,7 +193,10 @@ async def test_a_worker_dies() -> None:
 
 @looped
 async def test_a_request_that_kills_its_workers() -> None:
-    """After a broken connection, a request is sent to one more worker only. Workers that refuse it are not counted."""
+    """A request that broke the connection to a worker is sent to other workers until it breaks a second connection.
+
+    Refusals of other workers do not end the attempts.
+    """
     async with serving(5) as house, AsyncExitStack() as relays:
         where = {}
         for worker in house.workers:
@@ -237,7 +240,7 @@ async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @looped
 async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-open connection is replaced after the first call that exceeds its deadline there."""
+    """A half-open connection is replaced after the first call that exceeds its deadline on this connection."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
     async with serving(1, request_timeout_s=0.3) as house:
         (worker,) = house.workers

@@ -410,7 +410,7 @@ async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
 
 @looped
 async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> None:
-    """After a renewal, the gateway uses new connections to workers, which trust the workers' new authority."""
+    """After a renewal, the gateway connects to workers with its new certificate, and trusts only their new authority."""
     old, new = trustme.CA(), trustme.CA()
     _issue(tmp_path, old, "gateway")
     files: dict[str, Any] = {

@@ -172,7 +172,7 @@ async def test_messages_without_answers(decoupled: bool | None) -> None:
 
 @looped
 async def test_errors_are_answers() -> None:
-    """If the gateway or the worker refuses a message, the stream has an error as its answer, and continues."""
+    """If the gateway or the worker refuses a message, the client gets an error as the answer, and the stream continues."""
 
     async def refuse(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -314,7 +314,10 @@ async def test_a_model_on_one_worker_fails_with_it() -> None:
 
 @looped
 async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None:
-    """The client gets the answers before the refusal, and then the refusal. The worker is not taken for dead."""
+    """If a worker refuses a stream while the gateway writes to it, the client gets the earlier answers and then the refusal.
+
+    The worker is not taken for dead.
+    """
     failed = asyncio.Event()
 
     async def refuse(requests: Any, context: Any) -> None:
@@ -363,7 +366,10 @@ class Ending:
         callback(self)
 
     async def read(self) -> Any:
-        """Raise the current status, and go on to the next one. The last status stays for all later calls."""
+        """Raise the next status, or return EOF if it is None.
+
+        The last status is used for all later calls.
+        """
         status = self._statuses[0] if len(self._statuses) == 1 else self._statuses.pop(0)
         if status is not None:
             raise status
@@ -377,7 +383,7 @@ def status(code: grpc.StatusCode, message: str) -> grpc.aio.AioRpcError:
 @looped
 @pytest.mark.parametrize("is_first", [False, True])
 async def test_a_status_of_grpc_stands_before_or_after_that_of_the_worker(is_first: bool) -> None:
-    """The worker's status is used, even if it is OK, whether gRPC's own status is before or after it."""
+    """If a call ends with the worker's status and one of gRPC's own, in either order, the worker's is used, even if it is OK."""
     own = status(Code.INTERNAL, "Internal error from Core")
     refused = status(Code.UNAVAILABLE, "full")
     for statuses, expected in (((refused, own), "full"), ((None, own), None)):
@@ -408,7 +414,10 @@ async def only(request: Any) -> AsyncIterator[Any]:
 
 
 class Failing:
-    """A worker's stream that fails with a code when it gets a message. With `cancelled`, it fails when the wait for it is cancelled."""
+    """A worker's stream that fails with a code when it gets a message.
+
+    With `cancelled`, the stream fails only when the read of its answer is cancelled.
+    """
 
     def __init__(self, code: Any, message: str, *, cancelled: bool = False) -> None:
         nothing = grpc.aio.Metadata()
@@ -575,7 +584,10 @@ async def test_what_is_no_request() -> None:
 
 @looped
 async def test_a_stream_is_refused_while_its_first_answer_is_written() -> None:
-    """The client gets the first answer, however late it reads it, and then the reason for which the stream ends."""
+    """If a stream is refused while its first answer is written, the client first gets this answer, however late it reads.
+
+    After that, the client gets the reason of the refusal.
+    """
     async with AsyncExitStack() as ends:
         house = await ends.enter_async_context(serving(1))
         (worker,), size, gone = house.workers, 32 << 20, asyncio.Event()

@@ -230,9 +230,9 @@ def test_windows_are_given_back_before_they_close() -> None:
 
 @looped
 async def test_a_stream_that_waits_holds_little() -> None:
-    """While an answer waits, the window is not enlarged. A peer that sends more than the window allows is disconnected.
+    """While the answer to a message is not ready, the stream's window is not enlarged. After the answer, it is.
 
-    After the answer, the stream continues.
+    A peer that sends more than the window allows is disconnected.
     """
     peer = Peer()
     echo = peer.open()

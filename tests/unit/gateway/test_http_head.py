@@ -239,7 +239,7 @@ def test_data_are_skipped_fast(data: Any) -> None:
 def test_deep_values_are_skipped_fast() -> None:
     """A hundred kilobytes of deep objects are read in a bounded number of calls, in the pieces of a decompressed body.
 
-    The pattern for tensors does not match there, so the reader goes from bracket to bracket.
+    The pattern for tensors does not match such objects, so the reader goes from bracket to bracket.
     """
     deep = b"{" * 900 + b"}" * 900
     body = b'{"x":[' + b",".join([deep] * 58) + b'],"parameters":{"sequence_id":3}}'

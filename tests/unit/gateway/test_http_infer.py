@@ -197,7 +197,10 @@ async def test_what_is_final(
 
 @looped
 async def test_errors_of_what_is_generated() -> None:
-    """On /generate, all errors of models have status 400, so the error's tag decides the status for the client and the retry."""
+    """Triton reports all errors of models on /generate with status 400.
+
+    So the error's tag decides whether another worker gets the request, and which status the client gets.
+    """
     async with serving(2) as house:
         first, _ = house.workers
         first.does[""] = first.says(400, b'data: {"error":"[rsrv:RUNTIME_DOWN] wait"}\n\n')
@@ -222,7 +225,7 @@ async def test_errors_of_what_is_generated() -> None:
     ],
 )
 async def test_generate_asks_for_one_response(body: bytes, received: bytes) -> None:
-    """A request to /generate gets `"stream":false`, because Triton refuses several responses, but with status 200.
+    """The gateway adds `"stream":false` to a request to /generate, because Triton's /generate accepts no stream.
 
     A request that has `stream` itself, and a request to /generate_stream, pass unchanged.
     """

@@ -27,7 +27,7 @@ STATISTICS = "/v2/models/stats"
 
 
 def ask_all(house: House, path: str, *answers: Any, status: int = 200) -> None:
-    """Set the answers of the workers. One answer is used for all workers."""
+    """Set the workers' answers for a path. If there are fewer answers than workers, the answers are repeated."""
     for at, worker in enumerate(house.workers):
         worker.does[path] = worker.says(status, answers[at % len(answers)])
 
@@ -72,7 +72,7 @@ def test_paths(method: str, path: str, target: Target | int) -> None:
 
 @looped
 async def test_a_body_that_no_server_can_read_reaches_none() -> None:
-    """For calls about the repository, malformed JSON, and JSON so deep that it would end a server, are refused."""
+    """Requests to the repository API with malformed JSON, or with JSON so deep that it would crash a server, are refused."""
     async with serving(2) as house:
         deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         for path in (
@@ -116,7 +116,7 @@ async def test_the_gateway_lives() -> None:
 
 @looped
 async def test_a_ready_model_is_a_ready_gateway() -> None:
-    """While a model is ready, the gateway is ready, and asks no worker about it."""
+    """While a model is ready, the gateway reports itself as ready without asking a worker."""
     async with serving(1) as house:
         assert (await house.ask("GET", "/v2/health/ready")).status == 200
         assert asked(house) == []
@@ -136,7 +136,7 @@ async def test_about_a_model() -> None:
 
 @looped
 async def test_a_model_is_ready() -> None:
-    """A model is ready if one worker has it ready. Otherwise, a worker's answer is returned."""
+    """A model is ready if it is ready on any worker. Otherwise, the client gets the answer of one of the workers."""
     async with serving(2) as house:
         ask_all(house, READY, {"error": "not ready"}, status=400)
         assert (await house.ask("GET", READY)).error == (400, "not ready")
@@ -191,7 +191,7 @@ async def test_statistics_are_sums() -> None:
 
 @looped
 async def test_the_index() -> None:
-    """In the index, a model is ready if one worker has it ready. A dead worker is left out."""
+    """The index shows a model as ready if it is ready on any worker. Dead workers are left out."""
     async with serving(3) as house:
         ready = {"name": "m", "version": "1", "state": "READY"}
         other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "suspects_worker"}
@@ -258,7 +258,7 @@ async def test_models_are_loaded_everywhere(verb: str) -> None:
 
 @looped
 async def test_loading_takes_its_time() -> None:
-    """Loading a model may take longer than the limit of requests."""
+    """A request to load a model may take longer than `request_timeout_s`."""
     async with serving(1, request_timeout_s=0.05) as house:
         (worker,) = house.workers
         go = asyncio.Event()

@@ -206,7 +206,7 @@ async def test_a_model_that_has_just_come(plane: Plane) -> None:
 @both
 @looped
 async def test_a_model_without_workers(plane: Plane) -> None:
-    """A known model without ready workers is UNAVAILABLE, and so is any model without workers."""
+    """Requests for a known model that is ready nowhere get UNAVAILABLE. If the gateway has no workers, all requests do."""
     async with plane.serving(1, {"m": Routes(ready=())}) as house:
         code, message = await plane.ask(house)
         assert (code, "'m'" in message) == ("UNAVAILABLE", True)
@@ -235,7 +235,7 @@ async def test_a_sequence_stays_where_it_is(plane: Plane) -> None:
 @both
 @looped
 async def test_a_client_leaves(plane: Plane) -> None:
-    """If a client leaves, the worker's request is cancelled and counted. The worker is not taken for dead."""
+    """If a client disconnects, its request is cancelled at the worker and counted. The worker is not reported as failed."""
     async with plane.serving(1) as house:
         (worker,) = house.workers
         cancelled = plane.hold(worker)
@@ -246,7 +246,7 @@ async def test_a_client_leaves(plane: Plane) -> None:
         asking.cancel()
         await cancelled.wait()
 
-        # Nothing else reports the end of a cancelled request.
+        # The count is the only sign that a cancelled request has ended, so poll the count.
         while not house.proxy.counts().requests:
             await asyncio.sleep(0)
         assert house.proxy.counts().requests == {("m", "a", "CANCELLED"): 1}
@@ -274,7 +274,7 @@ async def test_no_answer_in_time(plane: Plane) -> None:
 @both
 @looped
 async def test_a_worker_is_taken_out_of_the_table(plane: Plane) -> None:
-    """If a worker leaves the table, a request in flight there still ends well."""
+    """If a worker is removed from the table, a request in flight at this worker is still answered."""
     async with plane.serving(2) as house:
         first, _ = house.workers
         go = asyncio.Event()
@@ -291,10 +291,10 @@ async def test_a_worker_is_taken_out_of_the_table(plane: Plane) -> None:
 @both
 @looped
 async def test_the_end(plane: Plane) -> None:
-    """At the end, requests in flight finish within their time. New requests are refused."""
+    """When the gateway stops, requests in flight are answered within the drain time, and new requests are refused."""
     async with plane.serving(1) as house:
         (worker,) = house.workers
-        # From here on, an HTTP client has two connections. While the gateway drains, it accepts no further connection.
+        # Let the HTTP client open two connections now, because a draining gateway accepts no further connection.
         await asyncio.gather(plane.ask(house), plane.ask(house))
         worker.called.clear()
         go = asyncio.Event()

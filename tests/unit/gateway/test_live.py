@@ -20,7 +20,10 @@ from tests.waiting import looped
 
 
 class PageControl(FakeControl):
-    """Sends `told` to each watcher, and then the items of `more`. The item None ends the stream."""
+    """A control service that sends `live_events` to each watcher, and then the events of `more`.
+
+    None in `more` ends the stream.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +90,10 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
 
 @looped
 async def test_a_closed_connection_is_reported_and_opened_again() -> None:
-    """If a connection is closed, as by a probe, the page reports it, refuses questions, and connects again."""
+    """If the connection to a control service is closed, for example by a probe, the page reports it and connects again.
+
+    In the meantime, requests about this worker get 503.
+    """
     async with fleet() as (world, workers, _), serving(FakeServer(), PageControl()) as port:
 
         def connect() -> Any:
@@ -179,7 +185,7 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
 
 @looped
 async def test_histories_and_steering_go_to_the_worker() -> None:
-    """Questions for histories and commands are sent to the worker. A refusal, or an unknown worker, becomes an HTTP status."""
+    """Requests for histories, and commands, are sent to the worker. Its refusal, or an unknown worker, becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
         panel = await workers.panel("a:8001", "m")
         assert panel["history"][0].endswith(" ready")

@@ -89,7 +89,7 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
 
 @pytest.mark.parametrize("control", ["unix:/run/control.sock", "10.0.0.9:8003"])
 def test_one_control_service_cannot_be_that_of_all_that_the_dns_finds(control: str) -> None:
-    """For workers from DNS, the control service must be a port, because one address cannot be the control service of all."""
+    """For workers from DNS, `control` must be a port. With a full address, all workers would have the same control service."""
     with pytest.raises(ValidationError, match="workers_ports: control must be a PORT"):
         section(workers_dns="workers", workers_ports={"control": control})
 
@@ -150,7 +150,7 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
 def test_without_a_thread_no_worker_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the system has no thread left, neither DNS nor the file can be read, and the gateway keeps its workers."""
+    """If the system cannot start a thread, neither DNS nor the workers file can be read, and the gateway keeps its workers."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: b}]")
     members = Members(section(workers=[{"host": "a"}], workers_dns="workers", workers_file=file))
@@ -172,7 +172,7 @@ def test_without_a_thread_no_worker_leaves(
 def test_without_a_thread_the_file_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the system has no thread left for notices of changes, the file is read again and again."""
+    """If the system cannot start the thread that watches the workers file, the gateway polls the file."""
     file = tmp_path / "workers.yaml"
     file.write_text("[{host: b}]")
     members = Members(section(workers_file=file), pause=0.01)
@@ -258,7 +258,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Pat
         running = asyncio.create_task(members.run(changed.set))
         for host in "bc":
             while True:
-                # Write repeatedly, because it is unknown from when on the kernel sends notices.
+                # Write the file repeatedly, because the test cannot know when the kernel starts to send notices.
                 aside = tmp_path / f"{host}.yaml"
                 aside.write_text(f"[{{host: {host}}}]")
                 aside.rename(file)
@@ -275,7 +275,7 @@ def test_a_change_of_the_file_is_seen_long_before_the_next_refresh(tmp_path: Pat
 
 
 def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
-    """The kernel cannot watch a workers file in a missing folder, so it is found by polling."""
+    """The kernel cannot watch a workers file in a missing folder, so the gateway finds the file by polling."""
     file = tmp_path / "later" / "workers.yaml"
     members = Members(section(workers_file=file), pause=0.1)
 
@@ -293,7 +293,7 @@ def test_a_file_that_the_kernel_cannot_watch_is_polled(tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_grpc_ports() -> None:
-    """The command line has the gRPC ports of workers. The other ports follow from them as Triton's default ports do."""
+    """The command line names only the gRPC ports. The distances to the other ports are those of Triton's default ports."""
     first, second = parse_workers("gpu1:8001, [::1]:18011")
     assert (first.host, first.grpc_port, first.http_port, first.metrics_port) == ("gpu1", 8001, 8000, 8002)
     assert (second.host, second.grpc_port) == ("::1", 18011)

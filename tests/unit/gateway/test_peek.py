@@ -19,7 +19,7 @@ Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
 #: Shapes. The product of four extents is below 2**31.
 extents = st.lists(st.integers(-(2**63), 200), max_size=4)
-#: Unknown fields: a number, 8 bytes, some bytes, 4 bytes.
+#: Fields that the message does not define, one for each wire type: varint, 64-bit, length-delimited and 32-bit.
 UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\x061234")
 
 
@@ -107,7 +107,7 @@ def test_fields_in_any_order(request: Any, random: Random, large: bool) -> None:
 
 
 def test_the_last_name_counts() -> None:
-    """Of a repeated field, the last value is used, as in the worker."""
+    """If a field with one value occurs twice, the last value is used, as in the worker."""
     data = Request(model_name="first").SerializeToString() + Request(model_name="last").SerializeToString()
 
     assert_reads_as(data, Request(model_name="last"))
@@ -148,7 +148,7 @@ def test_hostile_bytes(data: bytes, random: Random) -> None:
             *[peeked.items((name, axis)) for name in ("X", "Y") for axis in range(4)],
         )
     except Malformed:
-        # If protobuf can read the bytes, they are refused only because of the sizes of inputs.
+        # If protobuf can read the bytes, an input that is too large is the only allowed reason for a refusal.
         assert request is None or any(map(is_too_large, request.inputs))
         return
     if request is not None:
@@ -183,7 +183,10 @@ def test_no_request(data: bytes) -> None:
     "shape", [[1] * 1_000_000, [2**31], [1, 2**16, 2**16], [2**32, 2**32], [2**63 - 1, -1]]
 )
 def test_a_shape_that_no_message_can_fill(shape: list[int]) -> None:
-    """A shape whose product overflows in Triton, where it would fail all requests of a batch, is refused. So are a million extents."""
+    """A shape is refused if its product would overflow in Triton, which would fail all requests of the batch.
+
+    A shape with a million extents is also refused.
+    """
     data = Request(inputs=[Request.InferInputTensor(name="X", shape=shape)]).SerializeToString()
 
     with pytest.raises(Malformed, match=r"input 'X' .* more than"):
@@ -203,7 +206,10 @@ def test_a_shape_that_no_message_can_fill(shape: list[int]) -> None:
     ],
 )
 def test_many_small_fields(data: bytes, why: str) -> None:
-    """A megabyte of tiny fields is refused without being read, as it would take much memory and block the event loop for seconds."""
+    """A request with a megabyte of tiny fields is refused early.
+
+    Reading all fields would take much memory and block the event loop for seconds.
+    """
 
     def read() -> None:
         with pytest.raises(Malformed, match=why):
@@ -214,7 +220,7 @@ def test_many_small_fields(data: bytes, why: str) -> None:
 
 @given(requests(), st.data())
 def test_the_beginning_of_a_request(request: Any, drawn: st.DataObject) -> None:
-    """Of a request that is cut, the complete fields are read."""
+    """If a request is cut off, its complete fields are still read."""
     pieces = top_level_fields(request)
     whole = drawn.draw(st.integers(0, len(pieces)))
     cut = pieces[whole][:-1] if whole < len(pieces) else b""

@@ -39,7 +39,8 @@ TABLE = {
     "only_c": Routes(ready=("c",)),
     "gone": Routes(ready=()),
 }
-#: Modes of Envoy's filter: a part of the body, the mode of deploy/envoy.yaml, the mode of the Gateway API, and no body.
+#: Modes of Envoy's filter: BUFFERED sends a part of the body, STREAMED is the mode of deploy/envoy.yaml, DUPLEX is
+#: the mode of the Gateway API, and NONE sends no body.
 BUFFERED: Any = pb.ProtocolConfiguration(request_body_mode=pb.BUFFERED_PARTIAL)
 STREAMED: Any = pb.ProtocolConfiguration(
     request_body_mode=pb.STREAMED, send_body_without_waiting_for_header_response=True
@@ -73,7 +74,7 @@ class Stream:
         await self.send(request_body=pb.HttpBody(body=data, end_of_stream=end))
 
     async def end(self) -> None:
-        """End the request. After that, only answers to its last parts arrive."""
+        """End the request, and check that only answers to parts of the request's body still arrive."""
         await self.call.done_writing()
         while (answer := await self.call.read()) is not grpc.aio.EOF:
             assert answer.WhichOneof("response") in ("request_body", None)
@@ -217,7 +218,10 @@ async def test_a_request_counts_until_envoy_ends_its_stream() -> None:
 
 @looped
 async def test_replicas_share_requests_by_rows() -> None:
-    """The number of rows is read from the message's beginning or from JSON. Five rows fill a quantum of four, and one row does not."""
+    """The number of rows is read from the message's beginning or from JSON.
+
+    Four rows fill a quantum of four, so the next request goes to the other replica.
+    """
     async with picking() as desk:
 
         async def call(rows: int) -> str:
@@ -286,9 +290,10 @@ async def test_a_sequence_over_http_goes_to_one_worker_however_it_is_written(spe
 
 @looped
 async def test_a_sequence_id_behind_what_envoy_holds_back_is_refused() -> None:
-    """The picker chooses after 1 MiB. If a sequence id follows after that, the request is refused with the remedy.
+    """The picker chooses a worker after the first 1 MiB of a body.
 
-    If none follows, the request passes.
+    If a sequence id follows later, the request is refused, and the error says what to do. Otherwise, the request
+    passes.
     """
     async with picking() as desk:
         for rest, wrong in ((b'"parameters": {"sequence_id": 7}}', True), (b'"parameters": {}}', False)):
@@ -318,7 +323,10 @@ async def test_parameters_in_front_decide_at_once() -> None:
 
 @looped
 async def test_what_ends_a_server_is_refused_at_any_place_of_a_body() -> None:
-    """A request with a huge shape is refused at the part with the shape, before or after the choice, so no server gets its end."""
+    """A request with a huge shape is refused when the part with the shape arrives, before or after a worker is chosen.
+
+    So no server gets the whole request.
+    """
     claim = b'"inputs": [{"name": "X", "datatype": "FP32", "shape": [2147483648, 64], "data": [1]}]}'
     async with picking() as desk:
         for size in (0, 2 * SHOWN_BYTES):
@@ -335,7 +343,7 @@ async def test_what_ends_a_server_is_refused_at_any_place_of_a_body() -> None:
 
 @looped
 async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
-    """JSON so deep that it would end a server is refused in requests for the index. Other bodies, or no body, pass."""
+    """JSON so deep that it would crash a server is refused in requests for the index. Other bodies, or no body, pass."""
     async with picking() as desk:
         deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         assert refusal(await desk.ask_http("/v2/repository/index", deep))[0] == 400
@@ -345,7 +353,10 @@ async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
 
 @looped
 async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
-    """Classes of strings are refused over both protocols, even after tensors, and in later messages of a stream."""
+    """A request for classes of an output with strings is refused over both protocols.
+
+    This also holds if the output follows the tensors, or is in a later message of a stream.
+    """
     request = Infer(model_name="both")
     request.outputs.add(name="text").parameters["classification"].int64_param = 1
     late = Infer(model_name="both", raw_input_contents=[bytes(SHOWN_BYTES)]).SerializeToString()
@@ -362,7 +373,8 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
         (http_headers("both"), behind),
     ]
     async with picking() as desk:
-        # Envoy may use any of the named servers.
+        # Only the worker that is not named first has this output with strings. Envoy may use any of the named
+        # workers.
         desk.brain.strings = {"a": frozenset(["text"])}
         for headers, data in calls:
             stream = desk.stream()
@@ -384,7 +396,7 @@ async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
 
 @looped
 async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
-    """If only a refresh finds the model of a request for classes, its worker is still asked for outputs with strings."""
+    """If a request for classes names a model that only a refresh finds, its worker is still asked for its string outputs."""
     request = Infer(model_name="new")
     request.outputs.add(name="text").parameters["classification"].int64_param = 1
     async with picking() as desk:
@@ -400,7 +412,10 @@ async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
 
 @looped
 async def test_a_worker_that_does_not_name_its_outputs_gets_no_request_for_classes() -> None:
-    """If a worker does not report its outputs, the other worker gets the request. If there is no other, the client gets the refusal."""
+    """A request for classes goes only to workers that report which outputs have strings.
+
+    If no worker reports them, the client gets a refusal.
+    """
     request = Infer(model_name="both")
     request.outputs.add(name="text").parameters["classification"].int64_param = 1
     away = Refusal(grpc.StatusCode.UNAVAILABLE, "worker b does not answer")
@@ -444,7 +459,7 @@ async def test_a_part_of_a_body_is_not_taken_for_all_of_it() -> None:
 
 @looped
 async def test_a_slow_client_gets_more_time() -> None:
-    """While the picker waits for a body, it asks Envoy to wait. After its timeout, Envoy would send the request unread."""
+    """While the picker waits for a body, it asks Envoy to wait longer. After a timeout, Envoy would send the request unread."""
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(http_headers("both"), STREAMED)
@@ -455,7 +470,10 @@ async def test_a_slow_client_gets_more_time() -> None:
 
 @looped
 async def test_an_error_in_the_picker_lets_no_request_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the picker fails to read a request, it refuses it. After an error of the picker, Envoy would send the request unread."""
+    """If reading a request raises an unexpected error, the picker refuses the request.
+
+    If the picker's stream failed instead, Envoy would send the request unread.
+    """
     monkeypatch.setattr("rsrv_gateway.picked_body.HttpHead.steps", lambda *_: 1 / 0)
     async with picking() as desk:
         assert refusal(await desk.ask_http("/v2/models/both/infer", b"{}"))[0] == 500
@@ -463,7 +481,10 @@ async def test_an_error_in_the_picker_lets_no_request_pass(monkeypatch: pytest.M
 
 @looped
 async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> None:
-    """A few bytes may become much JSON, so the picker reads them in parts, with pauses, and outside of `take`."""
+    """A few compressed bytes may become much JSON, so the picker reads them in parts, with pauses.
+
+    `take` returns before that.
+    """
     body = gzip.compress(b'{"inputs": [], "more": [' + b"[0]," * 500_000 + b"0]}")
     names = {":method": "POST", ":path": "/v2/models/both/infer", "content-encoding": "gzip"}
     pairs = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in names.items()]
@@ -513,7 +534,7 @@ async def test_questions_go_to_a_worker_that_can_answer(method: str, request_: A
 
 @looped
 async def test_any_worker_means_each_in_turn() -> None:
-    """Requests about no model are sent to the workers in turn, also requests for unknown paths."""
+    """Requests that name no model, including requests for unknown paths, are sent to the workers in turn."""
     async with picking() as desk:
         paths = ("/v2/health/ready", "/v2", "/v2/models/stats", "/no/such/path")
         firsts = [endpoints(await desk.ask_http(path))[0] for path in paths]
@@ -534,7 +555,7 @@ async def test_an_unknown_model_is_not_found_after_a_refresh() -> None:
 
 @looped
 async def test_without_a_live_server_requests_are_unavailable() -> None:
-    """A request for a model without a worker is UNAVAILABLE. If there are no workers, any request is."""
+    """A request for a model without a worker is UNAVAILABLE. If there are no workers at all, every request is UNAVAILABLE."""
     async with picking() as desk:
         assert refusal(await desk.ask_grpc("ModelInfer", Infer(model_name="gone")))[0] == 14
     async with picking(table={}, workers={}) as desk:
@@ -605,7 +626,10 @@ async def test_a_client_needs_the_token_and_servers_do_not_get_it(tmp_path: Path
 
 @looped
 async def test_envoy_can_limit_the_endpoints() -> None:
-    """If the Gateway API's hint limits the endpoints, only these are named and counted. If it leaves none, the request is UNAVAILABLE."""
+    """If the Gateway API's hint limits the endpoints, only the allowed endpoints are named and counted.
+
+    If no worker has an allowed endpoint, the request is UNAVAILABLE.
+    """
 
     def hint(allowed: Sequence[str]) -> Any:
         metadata: Any = pb.Metadata()
@@ -626,7 +650,10 @@ async def test_envoy_can_limit_the_endpoints() -> None:
 
 @looped
 async def test_in_full_duplex_all_bytes_of_both_bodies_come_back() -> None:
-    """In the mode of the Gateway API, the headers are answered first, and then each part of a body with itself, in order."""
+    """In the mode of the Gateway API, the picker first answers the headers.
+
+    Then it returns each part of both bodies unchanged and in order.
+    """
     message = framed(Infer(model_name="both", raw_input_contents=[b"x" * 20_000]))
     async with picking() as desk:
         stream = desk.stream()
@@ -651,7 +678,10 @@ async def test_in_full_duplex_all_bytes_of_both_bodies_come_back() -> None:
 
 @looped
 async def test_requests_in_flight_outlive_the_picker() -> None:
-    """At the end, streams in progress end well, so that Envoy continues them. New streams are refused."""
+    """When the picker stops, it ends open streams with the status OK, so that Envoy continues their requests.
+
+    New streams are refused.
+    """
     async with picking() as desk:
         stream = desk.stream()
         await stream.headers(call_headers("ModelInfer"), STREAMED)
@@ -667,7 +697,10 @@ async def test_requests_in_flight_outlive_the_picker() -> None:
 
 @looped
 async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
-    """At the end, a peer can read all that the picker sent, although bytes from the peer are still unread."""
+    """The picker can stop with unread bytes of a peer without resetting the connection.
+
+    So the peer can read everything that the picker sent.
+    """
     async with picking() as desk:
         reader, writer = await asyncio.open_connection("127.0.0.1", desk.picker.port)
         await reader.readexactly(9)
@@ -699,7 +732,7 @@ async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) ->
 
 @looped
 async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that could not be resolved is tried again, without a new table. All names are resolved at the same time."""
+    """A name that could not be resolved is tried again, even if no new table arrives. All names are resolved concurrently."""
     names: list[str] = []
     known: dict[str, str] = {}
 
@@ -751,7 +784,10 @@ async def test_a_worker_keeps_its_address_while_names_cannot_be_resolved(
 async def test_a_worker_that_joins_while_names_are_asked_for_keeps_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If workers are replaced while names are being resolved again, the new workers get requests at once, and also later."""
+    """If workers are replaced while names are being resolved again, the new workers get requests at once.
+
+    They still get requests after the older resolution has ended.
+    """
     slow = asyncio.Event()
     started = asyncio.Event()
     known = {"a.example": "10.0.0.1", "b.example": "10.0.0.2"}

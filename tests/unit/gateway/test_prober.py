@@ -102,7 +102,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 @looped
 async def test_a_probe_asks_for_what_has_changed() -> None:
-    """A server reports only figures that have changed. The other figures are those of the previous probe."""
+    """A probe asks the server for the figures that have changed since the previous probe, and keeps the other figures."""
     control = FakeControl()
     device = pb.DeviceLoad(instance="i", next=3)
     device.models.add(name="a", queued=1)
@@ -244,7 +244,7 @@ async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
 
 @looped
 async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> None:
-    """If a Triton is slow to list its models, its view stays the last one."""
+    """If a Triton is too slow to list its models, the worker keeps its last view."""
     triton = FakeServer()
     async with serving(triton) as port:
         grpc_prober = prober(port, timeout=0.3)

@@ -147,7 +147,7 @@ async def test_traffic_that_fails_probes_the_worker_at_once(world: World) -> Non
     prober.views, prober.seconds = (ALIVE,), 0.2
     await world.sees()
     probes = len(prober.probed_at)
-    while len(prober.probed_at) == probes:  # Until the next probe finds it alive.
+    while len(prober.probed_at) == probes:  # Wait until the next probe begins.
         await asyncio.sleep(0.01)
     prober.views, prober.seconds = DEAD, 0.001
     failed = now()
@@ -265,7 +265,10 @@ def test_steps_of_one_device_run_in_order_and_once() -> None:
 
 
 def test_servers_are_told_what_changed(caplog: pytest.LogCaptureFixture) -> None:
-    """A server that was away gets the placement again. A server that could not be reached is tried again."""
+    """A server gets its placement when the placement changes, and again after the server was absent from an update.
+
+    If a server cannot be reached, the placement is sent again later.
+    """
     sent: list[tuple[str, ModelDevices]] = []
     fails = True
 

@@ -169,7 +169,7 @@ async def test_what_packs_is_refused_where_nothing_is_packed(tmp_path: Path) -> 
 
 @looped
 async def test_a_model_has_its_own_placement(tmp_path: Path) -> None:
-    """A model's own placement holds until it is replaced. The answer describes its effect."""
+    """A model's own placement settings apply until they are replaced. The answer warns if they cannot be fulfilled."""
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n")) as gateway:
         answer = await gateway.stub.SetPlacement(
             pb.SetPlacementRequest(model="m", replicas=pb.Replicas(count=5), fill=pb.FILL_RR)
@@ -202,7 +202,10 @@ async def test_without_workers_nothing_is_packed(tmp_path: Path) -> None:
 
 @looped
 async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
-    """Locate returns placed workers first, the least busy ones before others. For an unknown model, it starts a probe."""
+    """Locate returns placed workers before other workers, and less busy placed workers before busier ones.
+
+    If the model is unknown, Locate starts a probe.
+    """
     ready = {name: worker("m", "n") for name in "abc"}
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
@@ -231,7 +234,10 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
 async def test_health_is_that_of_the_gateway_and_of_each_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The health service answers for the gateway and for each model. Watchers get each change, and programs can read it as JSON."""
+    """The health service reports the gateway's health and each model's, and watchers get each change.
+
+    `rsrv gateway health --json` prints the health as JSON.
+    """
     async with served(tmp_path, a="m") as gateway:
         stub: Any = health_pb2_grpc.HealthStub(gateway.channel)
         serving, not_serving = 1, 2
@@ -252,7 +258,10 @@ async def test_health_is_that_of_the_gateway_and_of_each_model(
 
 @looped
 async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) -> None:
-    """The service listens where the settings say, with a token. The error for a wrong setting names it."""
+    """The service listens at the configured address and requires the token.
+
+    If the address is taken, the error names the setting.
+    """
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
@@ -279,7 +288,7 @@ async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) 
 
 @looped
 async def test_the_command_shows_and_steers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each `rsrv gateway` command shows or changes its part. With --json, the output is JSON."""
+    """The subcommands of `rsrv gateway` show and change the gateway. With --json, the output is JSON."""
     async with served(tmp_path, PACKED, a=worker("m"), b=worker("m")) as gateway:
 
         async def say(*words: str, status: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Requests that ended two workers. For some minutes, equal requests reach no other worker."""
+"""Requests that crashed two workers. For some minutes, equal requests reach no other worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def breaks(worker: FakeHttpWorker) -> None:
 
 @looped
 async def test_a_request_that_ended_two_workers_is_refused_when_it_comes_again() -> None:
-    """A third worker never gets the request, whatever its id and parameters are. Other requests are served."""
+    """A request that crashed two workers reaches no third worker, even with another id or other parameters.
+
+    Other requests are served.
+    """
     async with http_proxies.serving(3) as house:
         house.brain.dead = set("abc")
         for worker in house.workers:
@@ -61,7 +64,7 @@ async def test_a_request_that_ended_two_workers_is_refused_when_it_comes_again()
 
 @looped
 async def test_lost_connections_make_no_suspect() -> None:
-    """If a request lost two connections and the workers have not died, it is UNAVAILABLE, and may be sent again."""
+    """If a request lost two connections, but not both workers died, the request is UNAVAILABLE and may be sent again."""
     async with http_proxies.serving(3) as house:
         house.brain.dead = {"a"}
         for worker in house.workers:
@@ -87,7 +90,10 @@ async def test_a_generation_is_compared_whatever_its_header_says() -> None:
 
 @looped
 async def test_over_grpc_a_request_that_ended_two_workers_is_refused_when_it_comes_again() -> None:
-    """Calls and stream messages that differ from the request only in their id are INTERNAL, and reach no worker."""
+    """If calls and stream messages differ only in the id from a request that crashed two workers, they get INTERNAL.
+
+    No worker gets them.
+    """
     async with proxies.serving(3) as house:
         house.brain.dead = set("abc")
 
@@ -109,7 +115,10 @@ async def test_over_grpc_a_request_that_ended_two_workers_is_refused_when_it_com
 
 @looped
 async def test_only_one_suspect_is_under_way() -> None:
-    """Requests of a dead worker are sent to the next worker one at a time, so that only the request that ends it is blamed."""
+    """Requests of a dead worker are sent to the next worker one at a time.
+
+    If this worker also dies, only one request is blamed.
+    """
     suspects, order = Suspects(), list[str]()
     inside, go = asyncio.Event(), asyncio.Event()
 

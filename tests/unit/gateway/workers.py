@@ -13,7 +13,7 @@ from rsrv.control.v1 import control_pb2_grpc
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """A tritonserver with the models in `index`, which has their states by name."""
+    """A fake tritonserver. `index` has the state of each model by name."""
 
     def __init__(self) -> None:
         self.index: dict[str, str] = {"m": "READY"}
@@ -54,7 +54,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 
 class FakeControl(control_pb2_grpc.ControlServicer):
-    """Returns `load`. If it is None, no runtime answers. `steps` has the requested steps."""
+    """A fake control service that returns `load`. If `load` is None, no runtime answers. `steps` records the requested steps."""
 
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(devices=[pb.DeviceLoad(instance="1")])
@@ -66,7 +66,7 @@ class FakeControl(control_pb2_grpc.ControlServicer):
         #: Metrics for Prometheus, or None for an older version without metrics.
         self.metrics: str | None = None
         self.token: str | None = None
-        #: Positions in the last question for the load: device, instance and number.
+        #: Positions in the last GetLoad request: device, instance and `next`.
         self.positions: list[tuple[int, str, int]] = []
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:

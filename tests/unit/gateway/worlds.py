@@ -23,9 +23,9 @@ from tests.waiting import PATIENCE_S
 
 
 class FakePlanner(Planner):
-    """Returns `steps` with the next plan, or fails if `broken` is set.
+    """A planner that adds `steps` to its next plan, or fails if `broken` is set.
 
-    A plan is made only when `gate` is set. Only one call may run at a time.
+    A plan waits until `gate` is set. A call during another call fails.
     """
 
     def __init__(self, section: PlannerOptions) -> None:
@@ -121,7 +121,10 @@ class WorldProber:
 
 
 class World:
-    """A gateway. `ready` has the ready models, the view, or the views of the devices of each worker. A missing worker is dead."""
+    """A gateway. `ready` has each worker's ready models, its view, or the views of its devices.
+
+    A worker that is not in `ready` is dead.
+    """
 
     def __init__(
         self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView | tuple[WorkerView, ...]

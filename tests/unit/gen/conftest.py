@@ -1,4 +1,7 @@
-"""The tests run without the library of the native front, whether this checkout has built it or not. Tests that need it make it."""
+"""The tests run without the native front's library, even if this checkout has built it.
+
+Tests that need the library write a file in its place.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,10 @@ def test_a_repository_that_triton_cannot_load_is_named(
 
 
 def test_python_keeps_no_compiled_files_of_hooks_either(bundles: Path, gen: Path) -> None:
-    """In a folder with Python code, a file prevents Python's folder for bytecode. Bytecode of the bundle is left out."""
+    """In a model's folder with Python code, a file takes the name of Python's folder for bytecode.
+
+    The bundle's own bytecode is left out.
+    """
     (bundles / "one" / "model.py").write_text("def preprocess(inputs): return inputs\n")
     (bundles / "one" / "__pycache__").mkdir()
     (bundles / "one" / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"old")
@@ -113,7 +116,7 @@ def test_a_second_run_touches_nothing(bundles: Path, gen: Path, capsys: pytest.C
 def test_only_the_changed_model_is_written(
     bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a new file in one bundle has the same size and age, this model is written, and no other."""
+    """If a bundle's file is replaced by a file with the same size and modification time, only this model is written."""
     write_unsummed(bundles / "one")
     run(bundles, "-o", gen, "--link", link)
     untouched = tree(gen / "two")
@@ -485,7 +488,10 @@ def test_a_reader_that_goes_stops_nothing(
 
 
 def test_a_limit_on_rows_is_what_clients_read(bundles: Path, gen: Path, tmp_path: Path) -> None:
-    """`max_rows` becomes max_batch_size in config.pbtxt, and a change updates it. The limit on rows of executions does not matter."""
+    """`max_rows` becomes max_batch_size in config.pbtxt, and a change updates it.
+
+    The setting `max_batch_size`, which limits the rows of executions, has no effect on it.
+    """
     config = gen / "one" / "config.pbtxt"
     settings = tmp_path / "rsrv.yaml"
     assert run(bundles, "-o", gen) == 0

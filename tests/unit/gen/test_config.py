@@ -50,7 +50,10 @@ def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
 
 
 def test_without_its_guard_no_model_is_batched_by_triton() -> None:
-    """Without the guard, the layout is the same, but Triton sends each request alone, so that no request fails another one."""
+    """Without the guard, the layout is the same, but Triton sends each request alone.
+
+    So no request makes another one fail.
+    """
     config = rendered(bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=7)]), guarded=False)
     assert config.max_batch_size > 0
     assert not config.HasField("dynamic_batching")
@@ -149,7 +152,10 @@ def test_a_model_with_a_tensor_without_rows_takes_no_more_rows_than_an_execution
 
 @pytest.mark.parametrize(("elements", "rows"), [(1, EXECUTE_ROWS), (2**20 - 1, 16), (2**26, 1)])
 def test_a_module_that_hides_its_size_is_limited_by_bytes(elements: int, rows: int) -> None:
-    """If only model.mlir exists, its size is unknown, because the generator does not read modules. The limit in bytes holds."""
+    """The file name model.mlir does not show the batch size, and the generator does not read modules.
+
+    So only the limit in bytes applies.
+    """
     made = bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=())
     assert max_batch_size(replace(made, modules={(0, 0): Path("model.mlir")})) == rows
 
@@ -181,7 +187,7 @@ def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
 
 
 def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
-    """The parameters say which models are internal, external and restartable. Without such models, they are absent."""
+    """The parameters name external models, and mark internal and restartable models. Other models have no parameters."""
     plain = bundle([spec("x", "n")], [spec("y", "n")])
     assert not rendered(plain, guarded=False).parameters
     config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())

@@ -46,7 +46,7 @@ def test_models_with_the_native_front_share_one_library(bundles: Path, library: 
     assert not any(name.endswith(".py") for name in files)
     config = (gen / "one/config.pbtxt").read_text()
     assert 'backend: "rsrv"' in config
-    assert "dynamic_batching" not in config  # it would need a thread per model
+    assert "dynamic_batching" not in config  # Dynamic batching would need a thread per model.
     assert (gen / "one" / library.name).samefile(gen / "two" / library.name)
     assert not (gen / "one" / library.name).samefile(library)
 
@@ -117,7 +117,10 @@ def test_without_the_library_the_python_front_serves(
 
 
 def test_a_model_with_the_native_front_can_be_loaded_again(bundles: Path, library: Path) -> None:
-    """After a touch, a model is newer than all its files were before. The shared library keeps its time."""
+    """After a touch, the newest file of a model is newer than before, so that Triton loads the model again.
+
+    The shared library keeps its time.
+    """
     assert generate(bundles, "stub: {front: native}") == 0
     model = bundles.parent / "gen/one"
     before, linked = newest(model), (model / library.name).stat().st_mtime_ns
@@ -138,7 +141,10 @@ def test_a_model_with_state_gets_the_python_front(
 def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
     bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `auto`, a model without Python gets the native front. The lines and the models' folders have the front and the reason."""
+    """With `auto`, a model without Python gets the native front.
+
+    The printed lines and the models' folders state the front and the reason.
+    """
     monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
     monkeypatch.setattr(plan, "triton_obstacle", lambda tritonserver: "")
     assert generate(bundles, "stub: {front: auto}\nmodels: {two: {front: python}}") == 0
@@ -192,7 +198,7 @@ def test_the_version_of_a_triton_that_cannot_be_asked_is_unknown(tmp_path: Path)
 def test_another_front_is_a_change_of_old_bundles(
     bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A changed setting of the front changes models of old bundles, although the notes of the earlier run say that these are unchanged."""
+    """If the front's setting changes, models are written again, although the notes of the earlier run show unchanged bundles."""
     monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
     assert generate(bundles, "stub: {front: python}") == 0
     assert generate(bundles, "stub: {front: native}") == 0

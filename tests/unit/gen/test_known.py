@@ -117,7 +117,10 @@ def test_bundles_that_changed_a_moment_ago_are_read_again(
 def test_the_places_are_known_to_another_version_and_until_the_model_goes(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place of a broken bundle stays in the notes while its model exists, whichever version of the program wrote them."""
+    """If a bundle is broken, its place stays in the notes while the model exists.
+
+    This holds even if another version of the program wrote the notes.
+    """
     place = str(runs.bundles / "m03")
     (runs.bundles / "m03" / "manifest.yaml").write_text("format_version: '9'")
     monkeypatch.setattr(known, "_program", lambda: "another version")
@@ -170,7 +173,10 @@ def _foreign(status: os.stat_result) -> os.stat_result:
 
 
 def test_notes_are_written_through_no_link(runs: Runs) -> None:
-    """If the folder of the notes has a link with a name that a run may use, the run does not write to the link's target."""
+    """A run writes its notes under a temporary name first.
+
+    If a link has this name, the run does not write to the link's target.
+    """
     precious = runs.notes.with_name("precious")
     precious.write_text("precious")
     runs.notes.unlink()

@@ -325,7 +325,7 @@ def test_any_metas_carry_all_that_they_call(
 ) -> None:
     """From any earlier contents, each meta model gets the files of its callees, and a second run changes nothing.
 
-    With direct calls, Triton does not see internal models. Otherwise, internal models are marked.
+    With direct calls, Triton does not see internal models. With calls through Triton, internal models are marked.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

@@ -132,7 +132,7 @@ def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
 
 
 def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Path) -> None:
-    """A bundle that is being written is postponed with its meta models, even if this is noticed late."""
+    """A bundle that is being written is postponed with its meta models, even if only the second check notices this."""
     write_bundle(bundles / "one", "v2")
     write_meta(bundles / "meta", ["one"])
     done = bring(gen, bundles, ready=lambda name: name != "one")
@@ -171,7 +171,7 @@ def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) ->
 
 
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
-    """A foreign directory, and a repository that cannot be written, are reported as reasons."""
+    """If a directory is foreign, or the repository may not be written, the update reports the reason."""
     write_bundle(bundles / "taken")
     (gen / "taken").mkdir()
     write_bundle(bundles / "one", "v2")
@@ -275,7 +275,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
 
 
 def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: Path) -> None:
-    """If another run has replaced a version, it is not undone, and the old version is forgotten."""
+    """If another run has replaced a version, the version cannot be undone, and the version before it is forgotten."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).of(Written)["one"].replaced
     write_bundle(bundles / "one", "v3")
@@ -347,7 +347,10 @@ def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
 def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the old version would have to be inside the repository, as on a mount point, it is dropped, and the log says so."""
+    """If old versions are inside the repository, because it is a mount point, a run removes them and reports this.
+
+    Otherwise, no server would start.
+    """
     monkeypatch.setattr(staging, "place_beside", lambda repository: repository)
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).of(Written)["one"].replaced)

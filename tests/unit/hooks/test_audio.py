@@ -18,7 +18,7 @@ SOUND = np.sin(np.arange(100) / 5) * 0.9
 def wav(
     data: bytes, code: int = 1, bits: int = 16, channels: int = 1, rate: int = 16_000, extra: bytes = b""
 ) -> bytes:
-    """Return a WAV file with these samples. Another part is in front of the samples."""
+    """Return a WAV file with these samples. Another chunk comes before the samples."""
     block = channels * bits // 8
     header = struct.pack("<HHIIHH", code, channels, rate, rate * block, block, bits) + extra
     parts = b"WAVEfmt " + struct.pack("<I", len(header)) + header

@@ -330,7 +330,10 @@ def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) 
 
 
 def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
-    """roi_align reads f16 features at the same places as f32 features, which f16 could not represent. Bits of bf16 are refused."""
+    """roi_align reads f16 features at the same places as f32 features, although f16 could not represent these places.
+
+    Bits of bf16 are refused.
+    """
     features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
     corners = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
     for sampling in (1, None):

@@ -19,7 +19,7 @@ from rsrv.hooks.text import as_text
 
 Array = np.ndarray[Any, Any]
 
-#: Functions that store an upright picture, by EXIF's orientation (tag 274).
+#: Functions that turn an upright picture into the stored picture, by EXIF's orientation (tag 274).
 STORED = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
@@ -160,7 +160,10 @@ def test_what_is_no_picture_is_the_clients_fault(data: bytes, message: str) -> N
 
 
 def test_half_a_webp_is_the_clients_fault() -> None:
-    """Half a WebP is refused: its declared length tells it, except with zeros added up to that length."""
+    """Half a WebP is refused, because it is shorter than its declared length.
+
+    Zeros up to that length would hide this.
+    """
     with pytest.raises(BadInput, match="image 0 is"):
         image.decode(as_text([file(picture(), "WEBP")[:-100]]))
 
@@ -212,7 +215,7 @@ def test_files_come_as_strings() -> None:
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(11, 13), (24, 36), (50, 61)])
 def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:
-    """To smaller and to larger sizes, resizing gives the same as torch's interpolation with antialiasing, except for rounding."""
+    """Resizing to smaller and to larger sizes equals torch's interpolation with antialiasing, except for rounding."""
     pictures = np.stack([picture(seed=seed) for seed in range(2)])
     resized = image.resize(pictures, size, resample=resample)
     tensor = torch.tensor(pictures).permute(0, 3, 1, 2).float()
@@ -277,7 +280,10 @@ def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
 
 
 def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
-    """A high and narrow picture is limited by Pillow's intermediate result, because Pillow changes the width first."""
+    """For a high and narrow picture, the limit of pixels applies to Pillow's intermediate result.
+
+    Pillow changes the width first.
+    """
     assert image.resize([picture()], (4, 100), most_pixels=2400).shape == (1, 4, 100, 3)
     with pytest.raises(BadInput, match="more than 2399 pixels"):
         image.resize([picture()], (4, 100), most_pixels=2399)

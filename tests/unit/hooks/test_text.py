@@ -20,7 +20,7 @@ LENGTHS = (4, 8, 16)
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokenizer of words, which puts BERT's marks around each text."""
+    """Return a tokenizer of words, which puts BERT's special tokens around each text."""
     built = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
     built.normalizer = normalizers.Lowercase()
     built.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -136,7 +136,7 @@ def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str,
 
 @pytest.mark.parametrize("lengths", [[], [0], [2], [1, 2]])
 def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int]) -> None:
-    """If a length has no room for the marks around a text, the tokeniser cannot be made."""
+    """If a length has no room for the special tokens around a text, the tokeniser cannot be made."""
     with pytest.raises(ValueError, match="the largest must be at least 3"):
         Tokeniser(path, lengths)
     text = as_text(["north"])
@@ -150,7 +150,7 @@ def test_only_the_beginning_of_an_endless_text_is_read(path: Path) -> None:
 
 
 def test_no_texts_have_no_tokens(path: Path) -> None:
-    """No texts give rows of the smallest length."""
+    """For an array without texts, the result has no rows, and the smallest length."""
     assert Tokeniser(path, LENGTHS)(np.zeros((0, 9), np.uint8)).mask.shape == (0, 4)
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
 
 
 def test_strings_need_no_zeros_behind_them(path: Path) -> None:
-    """The one string of each row is a text. Bytes of the string beyond the limit are not read."""
+    """An array with one string per row is accepted as texts. Bytes of a string beyond the limit are not read."""
     texts = ["north south", "", "west" + " east" * 1000]
     strings = np.array([text.encode() for text in texts], object)
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts
@@ -188,7 +188,7 @@ def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
 
 
 def test_a_prefix_and_places_of_tokens(path: Path) -> None:
-    """A prefix is put before each first text. Places of tokens are in characters; marks and padding have none."""
+    """A prefix is put before each first text. Places of tokens count characters; special tokens and padding have no place."""
     plain, prefixed = Tokeniser(path, LENGTHS, spans=True), Tokeniser(path, LENGTHS, prefix="the ")
     tokens = plain(as_text(["the  ünknown"]))
     assert tokens.starts is not None
@@ -200,9 +200,10 @@ def test_a_prefix_and_places_of_tokens(path: Path) -> None:
 
 
 def test_a_text_that_a_regular_expression_gives_up_on_is_refused(tmp_path: Path) -> None:
-    """A text on which the package gives up is refused.
+    """A text on which a regular expression of the package gives up is refused.
 
-    After ten million backward steps, the package panics. A panic is not an Exception, and would end a thread of the server.
+    After ten million backtracking steps, the package panics. A panic is not an Exception, and would end a thread of
+    the server.
     """
     made = tokenizer()
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")

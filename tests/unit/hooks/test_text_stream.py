@@ -108,7 +108,10 @@ def test_special_tokens_in_the_text_are_characters(path: Path) -> None:
 
 
 def test_without_a_template_the_files_own_marks_are_set(path: Path) -> None:
-    """The file's marks are put around a prompt, unless it has a template with special tokens, which has all necessary ones."""
+    """The special tokens of the tokenizer's file are put around a prompt.
+
+    If a template has special tokens, it has all necessary ones, so none are added.
+    """
     assert PromptTokeniser(path).encode("the")[0] == 0
     assert PromptTokeniser(path, "Q: {text}\nA:").encode("the").count(0) == 1
     assert 0 not in PromptTokeniser(path, CHAT).encode("the")

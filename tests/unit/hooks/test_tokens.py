@@ -31,7 +31,10 @@ def tokeniser(tmp_path: Path) -> Tokeniser:
 
 
 def test_neighbouring_tokens_with_a_label_are_an_entity(tokeniser: Tokeniser) -> None:
-    """Neighbours with the same label are an entity. B- begins another entity. Tokens with O, marks and padding are left out."""
+    """Neighbouring tokens with the same label are an entity. B- begins another entity.
+
+    Tokens with the label O, special tokens and padding are left out.
+    """
     tokens = tokeniser(as_text(["annabel anna in rome"]))
     assert tokens.starts is not None
     assert tokens.ends is not None
@@ -51,7 +54,7 @@ def test_neighbouring_tokens_with_a_label_are_an_entity(tokeniser: Tokeniser) ->
 
 
 def test_a_mask_gets_candidates_with_their_texts(tokeniser: Tokeniser) -> None:
-    """Each candidate has the text in which it replaces the mask, without the marks around the text."""
+    """Each candidate has the text in which it replaces the mask, without the special tokens around the text."""
     tokens = tokeniser(as_text(["anna in [MASK]"]))
     rows = candidates(np.array([[0.9, 0.1]]), np.array([[8, 7]]), tokens.ids, tokens.mask, 4, tokeniser)
     assert rows == [

@@ -5,11 +5,11 @@
 //   open                    -> opened | refused TEXT
 //   send ID ROWS [KEY=VALUE] -> answer ID ok ROWS SUM | answer ID CODE TEXT    (when the front answers)
 //   batch ID COUNT          sends COUNT requests of one row in one call, with numbers from ID on
-//   like ID OTHER           sends a request of one row with the inputs of another one
+//   like ID OTHER           sends a request of one row with the inputs of request OTHER
 //   cancel ID               cancels the request
 //   jam                     lets the next submission fail as if the kernel had no memory
-//   hold                    -> holds     (the reader keeps the next frame until the next `close` has ended)
-//   copy                    copies all sockets, as a fork() of another thread does until the child executes a program
+//   hold                    -> holds     (the front's reader thread keeps the next frame until the next `close` has ended)
+//   copy                    copies all sockets, as a fork() of another thread does until its child calls exec()
 //   close                   -> closed    (after the last answer)
 //
 // A value that consists of digits is an integer. The parameter `triton` also becomes Triton's own trace context. Each request
@@ -32,7 +32,7 @@
 #define MAX_REQUESTS 100000
 #define MAX_MODELS 64
 #define SUBMIT 5
-#define COPIES 512  // The first descriptor of the copies of sockets.
+#define COPIES 512  // Descriptors of copied sockets begin here.
 
 struct TRITONSERVER_Error { int code; char* text; };
 struct TRITONSERVER_InferenceTrace { char context[128]; };
@@ -62,7 +62,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
 static int outstanding;
 static atomic_bool jammed;
-// Whether the reader keeps the next frame, or has kept it.
+// PASSES: the reader thread handles each frame at once. HOLDS: it will keep the next frame. HELD: it keeps a frame.
 static enum { PASSES, HOLDS, HELD } gate;
 static pthread_cond_t gate_changed = PTHREAD_COND_INITIALIZER;
 
@@ -75,7 +75,7 @@ static void say(const char* format, const char* id, const char* text, int64_t ro
     pthread_mutex_lock(&lock);
     if (text) {
         printf("%s %s %d ", format, id, code);
-        // The text stays on one line.
+        // Print the text on one line.
         for (; *text; text++) putchar((unsigned char)*text < ' ' ? ' ' : *text);
         putchar('\n');
     } else
@@ -336,8 +336,8 @@ int main(int count, char** arguments) {
         } else
             fail("no such command");
     }
-    // The front's reader thread frees a link after its model has ended. Until then, only the kernel may have a pointer to the
-    // link, which would look like a leak. So wait until all sockets are closed.
+    // After the end of its model, a link is freed by the front's reader thread. Until then, the only pointer to the link may be
+    // in the kernel, and the sanitizer would report a leak. So wait until all sockets are closed.
     for (int fd = 3; fd < COPIES; fd++)
         for (int tries = 0; tries < 1000 && is_socket(fd); tries++) usleep(10000);
     for (int i = 0; i < MAX_REQUESTS; i++) {

@@ -38,8 +38,8 @@ from rsrv.wire.socket import Closed, Receiver, listen, send
 HERE = Path(__file__).parent
 BUILT = native_front.ROOT / "build" / "native"
 
-#: Compiler options by sanitizer. Only the first one is part of Zig. Zig's own report of a fault takes 15 s to build, so
-#: a trap ends the program instead. The other sanitizers take the system's compiler.
+#: Compiler options by sanitizer. Zig contains only the first sanitizer. A build of Zig's own report of a fault takes
+#: 15 s, so a trap ends the program instead. The other sanitizers need the system's compiler.
 SANITIZERS: dict[str, Sequence[str]] = {
     "undefined": ("-fsanitize=undefined", "-fsanitize-trap=undefined"),
     "thread": ("-fsanitize=thread",),
@@ -75,7 +75,7 @@ def _build(program: Path, sanitizer: str, sources: Sequence[Path]) -> None:
         "-Wall",
         "-Wextra",
         "-pthread",
-        # The program replaces these functions, so that it can let the front's frames fail, and hold the runtime's frames.
+        # The program replaces these functions to make the front's frames fail, and to delay the runtime's frames.
         "-Dsendmsg=driver_sendmsg",
         "-Drecvmsg=driver_recvmsg",
         *SANITIZERS[sanitizer],
@@ -152,7 +152,7 @@ class Connection:
         return registration
 
     def dismiss(self, start_timeout_s: float = 60.0) -> None:
-        """Send COLD: the front may leave, and the model is then cold."""
+        """Send COLD, with which the front may close the connection and regard the model as cold."""
         send(self.sock, pack_cold(start_timeout_s, flat=True))
 
     def register(self, document: bytes) -> None:
@@ -196,10 +196,10 @@ def behave(connection: Connection) -> None:
 
 
 class Front:
-    """The program with a front, and the runtimes that it finds. A context manager.
+    """A running program with a front, and the fake runtimes to which the front connects. A context manager.
 
-    Each connection is served on a thread with the next behaviour of its device, and with `behave` when no behaviour is
-    left. The server has one device for each list of behaviours.
+    Each connection is served on a thread with the next behaviour of its device, and with `behave` when no behaviour
+    is left. The server has one device for each list of behaviours.
     """
 
     def __init__(

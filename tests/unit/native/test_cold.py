@@ -116,7 +116,8 @@ def test_a_cold_model_is_loaded_without_a_connection_and_starts_with_its_first_r
 def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
     """The registration that starts a model has the earliest deadline of the waiting requests.
 
-    A DEMAND frame reports an earlier one during the start. The runtime orders starts by deadlines.
+    If a request with an earlier deadline arrives during the start, a DEMAND frame reports the deadline. The runtime
+    orders starts by deadlines.
     """
     heard = queue.SimpleQueue[dict[str, Any]]()
     lazy = Lazy()
@@ -142,9 +143,9 @@ def test_the_earliest_deadline_is_told(tmp_path: Path) -> None:
 
 
 def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: Path, tmp_path: Path) -> None:
-    """While a model starts after a death, the front sends a DEMAND frame at each change.
+    """While a model starts again after a death, a DEMAND frame reports each change of the waiting requests.
 
-    Here, a request comes, it ends, and another one comes.
+    In this test, a request arrives and ends at its deadline, and another request arrives.
     """
     heard = queue.SimpleQueue[dict[str, Any]]()
     lazy = Lazy()
@@ -171,7 +172,7 @@ def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: 
         assert front.ask("send 1 1 reactant_timeout_ns=300000000")[0].startswith(
             "answer 1 4 [rsrv:DEADLINE] "
         )
-        # The next request is sent only after the runtime knows that none waits. Otherwise one DEMAND frame would
+        # Send the next request only after the runtime knows that no request waits. Otherwise one DEMAND frame would
         # replace the other.
         hurried, none = (heard.get(timeout=PATIENCE_S) for _ in range(2))
         front.tell("send 2 1")
@@ -214,7 +215,7 @@ def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_o
 
 
 def test_a_model_is_unloaded_while_it_is_cold(program: Path, tmp_path: Path) -> None:
-    """A cold model is unloaded, although it has no connection that could end."""
+    """A cold model can be unloaded, although it has no connection whose end would complete the unload."""
     with Front(program, tmp_path, [Lazy().cold]) as front:
         assert front.ask("open", "close") == ["closed - ok 0 0", "opened - ok 0 0"]
 
@@ -240,7 +241,7 @@ def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> N
 def test_a_frame_that_is_handled_after_its_model_was_unloaded(
     program: Path, tmp_path: Path, kind: Kind
 ) -> None:
-    """A model is unloaded while the reader has a frame of the runtime in its hands. The front then serves the next model."""
+    """A model is unloaded while the reader thread still has a frame for it. The front then serves the next model."""
     may_send = threading.Event()
 
     def late(connection: Connection) -> None:
@@ -305,7 +306,7 @@ def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path:
 
 
 def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> None:
-    """Each step of a start begins the limit of waiting again, also after a runtime's death.
+    """Each step of a start restarts the time limit of waiting requests, also in a start after a runtime's death.
 
     The refusal says how far the start has come.
     """
@@ -374,7 +375,7 @@ def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: by
 def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path) -> None:
     """After COLD, the front closes the connection.
 
-    The next request starts the model, and its registration has `asked` and not `started`.
+    The next request starts the model. The front then registers the model with `asked` and without `started`.
     """
     lazy = Lazy()
     with Front(program, tmp_path, [lazy.serve_once, lazy.start]) as front:
@@ -388,9 +389,9 @@ def test_an_idle_model_falls_back_and_starts_again(program: Path, tmp_path: Path
 
 
 def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp_path: Path) -> None:
-    """If the device falls asleep, its requests wait as for a start.
+    """If the device falls asleep, its requests wait as they wait for a start.
 
-    The limit `retry_s` is for deaths, and does not end them.
+    The limit `retry_s` applies only after a death, so it does not end them.
     """
     lazy = Lazy()
 
@@ -403,7 +404,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp
         with box.open("r+b") as file:
             file.seek(ASLEEP_AT)
             file.write(b"\1")
-        box.unlink()  # The next runtime may begin before the front sees this one's end.
+        box.unlink()  # The next runtime may do this before the front sees this one's end.
 
     with Front(program, tmp_path, [sleep, lazy.start]) as front:
         (front.directory(0) / paths.BLACKBOX).write_bytes(bytes(BYTES))
@@ -418,7 +419,10 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp
 
 
 def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
-    """If COLD arrives while a request is under way, the front stays, and the runtime answers the request on the same connection."""
+    """If COLD arrives while a request is in flight, the front keeps the connection.
+
+    The runtime answers the request on this connection.
+    """
 
     def serve(connection: Connection) -> None:
         connection.greet()
@@ -434,9 +438,9 @@ def test_a_model_with_requests_stays(program: Path, tmp_path: Path) -> None:
 
 
 def test_a_started_model_stays_warm_over_a_death(program: Path, tmp_path: Path) -> None:
-    """If a runtime dies while it starts a model, the next registration has `asked`.
+    """If a runtime dies during a model's start, the model's next registration has `asked`.
 
-    If it dies when the model is ready, the next one has `started`, too.
+    If the runtime dies after the start, the next registration also has `started`.
     """
     lazy = Lazy()
 
@@ -484,7 +488,7 @@ def test_a_cold_model_that_its_home_rejects_starts_on_another_device(
 ) -> None:
     """If the home rejects a cold model, another device starts it for the waiting requests.
 
-    After crashes of runtimes, no other device does, and requests get the reason.
+    If the home rejects the model after crashes, no other device starts it, and requests get the reason.
     """
     other = Lazy()
     other.may_start.set()

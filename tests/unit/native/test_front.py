@@ -89,7 +89,7 @@ def refusing(status: Status, text: str) -> Behaviour:
 
 
 def rejecting(reason: str, client: str = "") -> Behaviour:
-    """Return a runtime that rejects the model with these reasons."""
+    """Return a runtime that rejects the model. `client` is the reason for clients, which the runtime sends after crashes."""
 
     def reject(connection: Connection) -> None:
         connection.greet()
@@ -141,7 +141,7 @@ def test_a_runtime_that_does_not_start_is_refused_as_by_the_python_front(
 ) -> None:
     """If no runtime starts, the native front reports the same error as the Python front.
 
-    It asks for another Python only if the process gave no reason.
+    The error names RSRV_RUNTIME_PYTHON only if the process gave no reason.
     """
     python = tmp_path / "python"
     # The last argument is the descriptor to which the process writes its reason.
@@ -210,7 +210,7 @@ def test_a_child_with_the_socket_of_a_lost_runtime_does_no_harm(program: Path, t
 
 
 def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path: Path) -> None:
-    """CANCEL names the request to the runtime, and the runtime's completion then answers the client."""
+    """For a cancelled request, the front sends CANCEL. The client gets the runtime's answer to it."""
 
     def wait(connection: Connection) -> None:
         connection.greet()
@@ -261,7 +261,7 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
 
 
 def test_deadlines_of_a_model_that_was_idle_are_checked_again(program: Path, tmp_path: Path) -> None:
-    """After a model was idle and its figures were reported, the deadline of the next request is still kept."""
+    """The deadline of a request is kept even if the model was idle before and has reported its figures."""
     reported = threading.Event()
 
     def serve(connection: Connection) -> None:
@@ -408,9 +408,9 @@ TRACE, PARENT = "0123456789abcdef" * 2, "fedcba9876543210"
 def test_a_request_with_a_sampled_context_is_traced(
     program: Path, tmp_path: Path, parameter: str, is_traced: bool
 ) -> None:
-    """If a request's context is sampled, its mark is sent before its submission, and its span is reported with its failure.
+    """If a request has a sampled trace context, the front sends a mark before the request, and a span after it has failed.
 
-    Otherwise neither is sent.
+    Otherwise the front sends neither.
     """
     marks: list[Mark] = []
     spans: list[Span] = []
@@ -452,7 +452,7 @@ def test_a_request_with_a_sampled_context_is_traced(
 
 # --- several devices ------------------------------------------------------------------------------------------
 
-#: Home of the program's model among two devices.
+#: Number of the device that is the home of the program's model, if there are two devices.
 HOME = crc32(b"doubling") % 2
 
 
@@ -484,7 +484,7 @@ class Device:
     def rest(self) -> None:
         """Show on the board that the device is idle.
 
-        The time of its last round is in the future, so that it does not become old.
+        The time of the last round is in the future, so that the runtime does not seem to hang during the test.
         """
         assert self._board is not None
         self._board.publish(time.monotonic_ns() + 3600 * 10**9, busy=False)
@@ -582,7 +582,7 @@ def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(program: Path, 
 def test_requests_of_a_device_that_dies_go_to_another(program: Path, tmp_path: Path, launched: bool) -> None:
     """If a device's runtime dies, the other device answers its requests.
 
-    It also answers executed ones, because one death does not prove their fault.
+    These include requests that were executing, because one death does not prove that they caused it.
     """
     home, other = Device(ends=True, launches=launched), Device()
     with Front(program, tmp_path, *in_order(home, other)) as front:
@@ -596,7 +596,7 @@ def test_requests_of_a_device_that_dies_go_to_another(program: Path, tmp_path: P
 def test_a_model_that_a_device_rejects_is_served_by_another(
     program: Path, tmp_path: Path, devices: int
 ) -> None:
-    """If one device rejects the model, the other device serves it, even if its runtime reports a wrong number of devices."""
+    """If device 0 rejects the model, device 1 serves it, even if device 1's runtime reports a wrong number of devices."""
     other = Device()
 
     def serve(connection: Connection) -> None:
@@ -620,7 +620,7 @@ def test_a_model_that_a_device_rejects_is_served_by_another(
 def test_a_model_that_no_device_serves_is_refused_with_all_reasons(
     program: Path, tmp_path: Path, reasons: Sequence[tuple[str, str]], text: str
 ) -> None:
-    """If all devices reject the model, the load fails with all reasons, and equal ones once.
+    """If all devices reject the model, the load fails, and the error has each different reason once.
 
     After crashes of runtimes, no further device tries the model.
     """
@@ -690,7 +690,7 @@ def broken_descriptions() -> Iterator[bytes]:
 
 
 def test_no_description_of_a_model_does_harm(program: Path, tmp_path: Path) -> None:
-    """A broken description is refused, unless it is still a valid one.
+    """A description with wrong bytes is refused, or accepted if it happens to be valid.
 
     After all of these, a right description is accepted.
     """
@@ -753,9 +753,9 @@ def test_a_runtime_that_breaks_the_protocol_is_left(tmp_path: Path, frame: bytes
 def test_a_further_device_whose_runtime_does_not_start_is_left_alone_for_a_while(
     program: Path, tmp_path: Path
 ) -> None:
-    """If the runtime of a further device does not start, the front keeps the reason in a file of its directory.
+    """If the runtime of a further device does not start, the front keeps the reason in a file of the device's directory.
 
-    While it is recent, attempts report it and start nothing.
+    While this file is recent, attempts to use the device report the reason and start nothing.
     """
 
     def with_two_devices(connection: Connection) -> None:

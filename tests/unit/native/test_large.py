@@ -83,9 +83,9 @@ def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Path) -> None:
-    """The first part takes the request's place in the queue, and the others are accepted even if the queue is full.
+    """The first part takes the request's place in the queue. The runtime accepts the other parts even if the queue is full.
 
-    No part waits for a runtime: with `stub.retry_s: 0`, waiting would end the request.
+    No part waits for a runtime: with `stub.retry_s: 0`, a request that waits would fail.
     """
     runtime, flags = PartRuntime(), list[int]()
 

@@ -1,4 +1,4 @@
-"""Requests of the native front whose runtime dies, or that come while there is none.
+"""Requests of the native front whose runtime dies, or that arrive while there is no runtime.
 
 Their errors are the same as the Python front's.
 """
@@ -86,11 +86,11 @@ def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path, ret
 def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
     program: Path, tmp_path: Path, devices: int
 ) -> None:
-    """Five suspects of a death are submitted one after another.
+    """After a death, the five requests that may have caused it are submitted one after another.
 
-    The suspect that executes at the second death fails. The others and a new request are answered.
+    The request that executes at the second death fails. The other requests, including a new one, are answered.
     """
-    # Number of requests of each frame, and the flags of the first request.
+    # For each frame, the number of its requests and the flags of its first request.
     received: list[tuple[int, int]] = []
     seen, is_over = threading.Event(), threading.Event()
 
@@ -118,7 +118,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
         front.ask("open")
         front.tell("batch 1 5")
         assert seen.wait(PATIENCE_S)
-        # This request does not wait for the suspects: the runtime has only one of them.
+        # This request does not wait for the suspects. It is sent while the runtime has only one suspect.
         front.tell("send 6 1")
         answers = front.hear(6)
         (failed,) = (answer for answer in answers if " ok " not in answer)
@@ -153,9 +153,9 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
 def test_only_crashes_and_hangs_count(
     program: Path, tmp_path: Path, slot: bytes, text: bytes, is_blamed: bool
 ) -> None:
-    """After two deaths, a request is refused only if the black box shows that the model may have crashed or hung.
+    """After two deaths, a request is refused only if the black box shows that the model may have caused a crash or hung.
 
-    Otherwise the third runtime answers it.
+    Otherwise the third runtime answers the request.
     """
     deaths = [dying(launches=True)] * 2
     with Front(program, tmp_path, deaths) as front:
@@ -180,7 +180,7 @@ def test_waiting_requests_are_bounded(program: Path, tmp_path: Path) -> None:
 
 
 def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) -> None:
-    """A request that executes at two deaths fails with this reason, even if as many requests as may wait are queued before it."""
+    """A request that executes at two deaths fails with this reason, even if the queue before it is full."""
     has_suspect = threading.Event()
 
     def die_again(connection: Connection) -> None:
@@ -206,9 +206,9 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
 
 
 def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_path: Path) -> None:
-    """A waiting request goes to the device to which the model is pinned, when this device is back.
+    """When the device to which the model is pinned is back, a waiting request is sent to this device.
 
-    It is busy, and the other one is idle.
+    This holds although the pinned device is busy and the other device is idle.
     """
     home, has_suspect, is_back = Device(), threading.Event(), threading.Event()
     received: list[int] = []
@@ -256,9 +256,9 @@ def test_requests_with_the_inputs_of_a_killer_are_refused(program: Path, tmp_pat
 
 
 def test_inputs_that_were_answered_since_a_death_are_no_suspects(program: Path, tmp_path: Path) -> None:
-    """After inputs were answered, their next death is the first one again.
+    """An answer clears the record of a death for its inputs, so the next death with these inputs is the first one again.
 
-    So the next runtime answers a request with them.
+    The next runtime therefore answers a request with these inputs.
     """
 
     def answer_and_die(connection: Connection) -> None:
@@ -277,9 +277,9 @@ def test_inputs_that_were_answered_since_a_death_are_no_suspects(program: Path, 
 
 
 def test_a_request_without_a_descriptor_for_its_memory_names_the_limit(program: Path, tmp_path: Path) -> None:
-    """A request without a descriptor for its memory fails with INTERNAL, because a retry would not help.
+    """If there is no descriptor for a request's memory, the request fails with INTERNAL, because a retry would not help.
 
-    With descriptors, the next request is answered.
+    When descriptors are available again, the next request is answered.
     """
     with Front(program, tmp_path) as front:
         front.ask("open")
@@ -316,7 +316,10 @@ def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: P
 
 
 def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
-    """A request whose inputs exceed the limit of waiting bytes is refused, and a smaller request waits on."""
+    """If the inputs of all waiting requests exceed a limit in bytes, a further request is refused.
+
+    The request that already waits is answered.
+    """
     outage = Outage()
     with Front(driver("undefined"), tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
@@ -344,9 +347,9 @@ def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
 def test_a_wait_that_is_in_vain_ends(
     program: Path, tmp_path: Path, send: str, then: tuple[str, ...], answer: str
 ) -> None:
-    """While there is no runtime, a request that cannot wait on gets the reason at once.
+    """While there is no runtime, a request that cannot wait any longer, or must not wait, gets the reason.
 
-    The other request waits on and is answered.
+    The other request continues to wait and is answered.
     """
     outage = Outage()
     with Front(program, tmp_path, [dying(), outage.serve]) as front:

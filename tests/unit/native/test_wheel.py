@@ -36,9 +36,9 @@ def make_library(folder: Path, machine: int) -> Path:
 def test_a_wheel_is_for_one_platform_if_it_carries_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: int | None, version: str
 ) -> None:
-    """A wheel with a library for this machine is for one platform.
+    """A wheel that contains a library for this machine is for one platform.
 
-    Without one, or as an editable installation, it is for any platform.
+    A wheel without such a library, and an editable installation, are for any platform.
     """
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     if machine is not None:

@@ -145,7 +145,8 @@ static void note_ready(void) {
     atomic_store(&model->ready, ready);
 }
 
-// Divides a request into parts. Each character of `ends` is the end of a submitted part: 1 if it was answered, 0 if it failed.
+// Divides a request into parts. Each character of `ends` is the outcome of a submitted part: 1 if the part was answered, 0 if it
+// failed.
 static void divide(uint32_t count, uint32_t largest, const char* ends) {
     struct parts parts = {.rows = count, .largest = largest};
     uint32_t first, rows;

@@ -1,4 +1,4 @@
-"""The models with a task that callers can name."""
+"""The catalogue of models that callers can name. Each of these models has a task."""
 
 from __future__ import annotations
 

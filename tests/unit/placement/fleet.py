@@ -1,4 +1,4 @@
-"""A small fleet in memory: workers with weights, queues and counters, whose time the test moves."""
+"""A small fleet in memory: workers with weights, queues and counters. The test advances the fleet's clock."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _waiting(entry: tuple[str, Copy]) -> float:
 
 
 class Script:
-    """A packing that the test sets. It records the arguments of each call."""
+    """A fake packing, which places models as the test sets. It records the arguments of each call."""
 
     def __init__(self, **placed: tuple[str, ...]) -> None:
         self.placed = placed

@@ -30,7 +30,7 @@ def test_idle_devices_share_a_batch() -> None:
 def test_a_batch_stays_whole_where_a_larger_execution_costs_no_more() -> None:
     """A batch is not divided if half of the rows take as long as all of them, or if the gain is too small.
 
-    Answers of a divided batch are sent later, which takes time as well.
+    A small gain is not enough, because it takes more time to send the answers of a divided batch.
     """
     assert divide([1] * 32, device(costs=FLAT), [device(costs=FLAT)]) == [0] * 32
     assert divide([1], device(), [device()]) == [0]
@@ -45,7 +45,7 @@ def test_a_busier_device_gets_less_or_nothing() -> None:
 
 
 def test_a_device_without_the_weights_gets_nothing() -> None:
-    """A device without the weights gets nothing. Only the device that would answer the whole batch first may load them."""
+    """A device without the weights gets no rows, except if it is the device that would answer the whole batch first."""
     assert divide([1] * 20, device(), [device(warm=False)]) == [0] * 20
     assert counts(divide([1] * 20, device(warm=False), [device()]), 2) == [10, 10]
 
@@ -74,7 +74,10 @@ forecasts = st.builds(Forecast, st.floats(0, 2), st.booleans(), costs_of)
 def test_the_expected_end_is_never_later_than_that_of_the_whole_batch(
     rows: list[int], whole: Forecast, others: list[Forecast]
 ) -> None:
-    """A divided batch is expected to end no later than the whole one. All devices but the first have the weights."""
+    """A divided batch is expected to end no later than the whole one.
+
+    A device without the weights gets rows only if it is the first device.
+    """
     parts = divide(rows, whole, others)
 
     devices = [whole, *others]

@@ -64,7 +64,7 @@ def test_workers_add_up() -> None:
 
 
 def test_a_worker_that_joins_brings_no_past() -> None:
-    """What a worker's counters say in its first view has no effect on the costs."""
+    """The counters in a worker's first view have no effect on the costs, because they include earlier work."""
     costs = Costs(300.0)
     costs.observe({"v": worker(m=model_view(0.0))}, 0.0)
 
@@ -78,7 +78,7 @@ def test_a_worker_that_joins_brings_no_past() -> None:
 
 @pytest.mark.parametrize("lost", [WorkerView(alive=False), WorkerView(alive=True)])
 def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: WorkerView) -> None:
-    """After a missed probe, the difference to the last known counters is used."""
+    """After a missed probe, the work since the last known counters is counted."""
     costs = Costs(300.0)
     costs.observe({"w": worker(m=model_view(100.0))}, 0.0)
     costs.observe({"w": worker(m=model_view(101.0))}, STEP)
@@ -98,7 +98,7 @@ def test_another_instance_starts_again() -> None:
 
 
 def test_a_reloaded_model_does_not_disturb_the_others() -> None:
-    """If a model was reloaded, so that its counters fell, it is left out once. The other models are not affected."""
+    """If a model's counters fell because it was reloaded, the model is left out once. The other models are not affected."""
     costs = Costs(300.0)
     costs.observe({"w": worker(a=model_view(10.0, 10), b=model_view(10.0))}, 0.0)
 
@@ -122,7 +122,7 @@ def test_views_that_say_nothing_new_do_not_count() -> None:
 
 
 def test_long_executions_are_no_peaks() -> None:
-    """An execution of 1.8 s ends before one of ten plans, which are 0.2 s apart. All ten see a utilisation of 0.9."""
+    """An execution of 1.8 s appears in every tenth view, and views are 0.2 s apart. The utilisation is 0.9, without a peak."""
     costs = Costs(20.0)
     for n in range(300):
         costs.observe({"w": worker(m=model_view(n // 10 * 1.8))}, n * 0.2)

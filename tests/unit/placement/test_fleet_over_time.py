@@ -207,9 +207,9 @@ def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
 
 
 def test_models_return_to_a_restarted_device_one_after_the_other() -> None:
-    """A device returns after seconds without its weights.
+    """A device crashes and returns after two seconds, and its weights are gone.
 
-    Its models are loaded again, a few at a time, and no request waits there.
+    Its models are loaded again, a few at a time, and no request waits for weights there.
     """
     fleet = Fleet(["u", "v", "w"], mixed(5, 12), load_s=0.5)
     gateway = Gateway(fleet)

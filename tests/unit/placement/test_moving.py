@@ -8,7 +8,7 @@ from tests.unit.placement.fleet import ROUND_S, Fleet, Model, Scene, Script, hom
 
 
 def moving(fleet: Fleet | None = None) -> Scene:
-    """Return a scene in which model `a` is at `v`, and an operator has it packed on `w`."""
+    """Return a scene in which model `a` is at `v`, and a repack by an operator moves it to `w`."""
     scene = Scene(fleet or Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
     scene.settle()
     scene.script.placed["a"] = ("w",)
@@ -52,7 +52,10 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
 
 
 def test_weights_that_do_not_come_to_a_first_home_are_asked_for_again() -> None:
-    """If the weights of a model without another home do not come, the prefetch is repeated, because there may be no requests."""
+    """If the weights of a model do not arrive at its first home, the prefetch is repeated.
+
+    There may be no requests that would load them.
+    """
     scene = Scene(Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
     assert [scene.plan(do=False).steps for _ in range(round(ASK_AGAIN_S / ROUND_S))] == [
         (WeightAction(Act.PREFETCH, "v", "a"),),
@@ -222,7 +225,10 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
-    """If a worker's models do not fit together, the weights of all but the busiest are not prefetched, and no move waits for them."""
+    """If a worker's models do not fit into its memory together, only the busiest of them are prefetched.
+
+    A move does not wait for weights that are not prefetched.
+    """
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()
@@ -244,7 +250,10 @@ def test_what_cannot_stay_is_not_fetched() -> None:
 
 
 def test_what_was_done_at_the_old_home_does_not_count() -> None:
-    """For a repack, the place of a moved model is its new home, and the target during a move, whatever was executed before."""
+    """A repack regards the new home of a moved model as its place, and the target of a move that is in progress.
+
+    Executions at the old home do not count.
+    """
     scene = moving()
     before = []
     for n in range(20):
@@ -288,9 +297,9 @@ def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None
 
 
 def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
-    """If a worker's models do not fit together, a model moves there without waiting for its weights.
+    """If a worker's models do not fit into its memory together, a model moves there without waiting for its weights.
 
-    They might be evicted before its requests come.
+    The weights might be evicted before requests for the model arrive.
     """
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))

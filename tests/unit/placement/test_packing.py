@@ -136,7 +136,7 @@ def test_no_worse_than_lpt(work: list[float], workers: int) -> None:
 
 @pytest.mark.parametrize("devices", range(2, 17))
 def test_where_lpt_is_at_its_worst(devices: int) -> None:
-    """LPT needs 4m - 1 for Graham's example, 2m + 1 models on m devices, whose optimum is 3m.
+    """Graham's example has 2m + 1 models on m devices. The busiest device has the load 3m at best, and 4m - 1 with LPT.
 
     The packing is within LPT's bound.
     """
@@ -228,7 +228,10 @@ def test_one_model_is_too_large() -> None:
 
 
 def test_oversubscription_is_allowed() -> None:
-    """If swapping is allowed, work alone decides, so busy models share a device although another one has memory."""
+    """If oversubscription is allowed, models are placed by work alone.
+
+    Here, two models share a device whose memory is too small for both, although another device has memory.
+    """
     loads = [UnitLoad("hot", 0.9, 10), UnitLoad("warm", 0.4, 80), UnitLoad("cool", 0.4, 80)]
     assert pack(loads, WORKERS).oversubscribed == ()
     packing = pack(loads, WORKERS, forbid_oversubscription=False)
@@ -243,13 +246,13 @@ class TestHysteresis:
     home: Mapping[str, Sequence[str]] = {"m": ["a"], "n": ["b"], "o": ["a"]}
 
     def test_a_little_better_elsewhere(self) -> None:
-        """A model stays on a device that is slightly busier than the other one would be with it."""
+        """A model stays on its device if the other device, with the model, would be only slightly less busy."""
         packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.2)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("a",)}
         assert packing.held == ("o",)
 
     def test_much_better_elsewhere(self) -> None:
-        """If its device is much busier than another one, a model moves. It is the one with the fewest bytes for the gain."""
+        """If a device is much busier than another one, a model moves. The model with the fewest bytes for the gain moves."""
         packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.05)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("b",)}
         assert packing.held == ()

@@ -24,7 +24,8 @@ class Optimum:
 
     #: Whether a placement within the budgets exists. None: unknown.
     feasible: bool | None
-    #: Utilisation of the busiest device: `found` is the best one that CP-SAT found, `bound` its lower bound.
+    #: Utilisation of the busiest device: `found` is the best value that CP-SAT found, and `bound` is CP-SAT's lower
+    #: bound of the optimum.
     found: float = 0.0
     bound: float = 0.0
 
@@ -32,7 +33,7 @@ class Optimum:
 def optimum(problem: Instance, effort: float) -> Optimum:
     """Solve a problem with CP-SAT.
 
-    `effort`: its deterministic seconds, so that the answer does not depend on the machine.
+    `effort` limits CP-SAT's work in deterministic seconds, so that the answer does not depend on the machine.
     """
     model = cp_model.CpModel()
     work: list[list[cp_model.LinearExprT]] = [[] for _ in problem.workers]
@@ -68,7 +69,7 @@ def optimum(problem: Instance, effort: float) -> Optimum:
 
 
 def memory_binds(problem: Instance) -> bool:
-    """Return whether memory, replicas or allowed devices prevent the placement that the work alone would have."""
+    """Return whether memory, replicas or allowed devices rule out the placement that is best for the work alone."""
     if any(load.replicas > 1 or load.allowed is not None for load in problem.loads):
         return True
     free = pack(problem.loads, [WorkerBudget(worker.name, None) for worker in problem.workers])
@@ -103,7 +104,7 @@ def compare(seeds: Sequence[int], effort: float) -> None:
         f"{sum(beside) / len(beside):.4f} of what CP-SAT found, {max(beside):.3f} at worst; memory does not bind in {loose}"
     )
     assert not missed
-    # Where CP-SAT has a gap, the optimum is probably nearer to what it found than to its bound.
+    # If CP-SAT's best placement and its bound differ, the optimum is probably nearer to the placement.
     assert sum(beside) / len(beside) < 1.05
 
 
@@ -120,7 +121,10 @@ def test_a_thousand_instances(first: int) -> None:
 
 
 def test_a_bound_is_not_exceeded() -> None:
-    """Without limits of memory, the busiest device has at most 4/3 - 1/(3m) of the optimum on m devices, which is LPT's bound."""
+    """Without memory limits, the load of the busiest of m devices is at most 4/3 - 1/(3m) times the optimum.
+
+    This is LPT's bound.
+    """
     for seed in range(20):
         problem = instance(seed)
         devices = len(problem.workers)

@@ -63,7 +63,7 @@ def test_what_a_request_charges(
 
 @pytest.mark.parametrize("mode", ["round_robin", "lpt_packing"])
 def test_requests_go_where_the_model_has_started(mode: str) -> None:
-    """If one server has a model warm, its requests go there. Servers where it is cold are only for failovers.
+    """Requests for a model go to servers where it is warm. Servers where it is cold are only for failovers.
 
     A cold model has no figures.
     """
@@ -80,7 +80,10 @@ def test_requests_go_where_the_model_has_started(mode: str) -> None:
 
 
 def test_costs_that_hardly_change_leave_the_table_alone() -> None:
-    """The table is the same object until a charge has changed by a tenth. A model without a known cost gets a usual one."""
+    """The table is the same object until a charge has changed by a tenth.
+
+    A model without a known cost has the mean charge of the models with a known cost.
+    """
     fleet = Fleet(["v"], {"a": Model(), "b": Model()})
     planner = Planner(options(mode="least_outstanding"))
     views = fleet.views()["v"]
@@ -175,7 +178,7 @@ def test_models_stay_where_their_weights_are() -> None:
 
 
 def test_pinned_weights_take_their_part_of_the_budget() -> None:
-    """Pinned models are resident on each device. The packing has no bytes for them, and smaller budgets."""
+    """Pinned models are resident on each device. The packing counts no bytes for them, and subtracts them from the budgets."""
     fleet = Fleet(["v", "w"], {"a": Model(bytes=7, pinned=True), "b": Model(bytes=5)}, budget=20)
     scene = Scene(fleet, Script())
     scene.plan()
@@ -186,7 +189,7 @@ def test_pinned_weights_take_their_part_of_the_budget() -> None:
 
 
 def test_a_meta_model_and_what_it_calls_are_together() -> None:
-    """Models that calls connect are one load of the packing. They move when all of them are warm."""
+    """Meta models and callees that calls connect are one load of the packing. The load moves when all its models are warm."""
     fleet = Fleet(["v", "w"], {name: Model(bytes=n + 1) for n, name in enumerate("abcd")}, load_s=1.0)
     for server in fleet.servers.values():
         server.ready |= {"m", "n"}
@@ -234,7 +237,7 @@ def test_a_meta_model_charges_what_it_calls() -> None:
 
 
 def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> None:
-    """An alias has the home of the model that gets most of its requests, if that worker has the alias."""
+    """An alias has the home of the model that gets most of the alias's requests, if the worker there serves the alias."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     for server in fleet.servers.values():
         server.ready |= {"fraud"}
@@ -264,7 +267,7 @@ def test_models_of_other_backends_are_not_packed() -> None:
 
 
 def test_consumed_device_seconds_trigger_a_repack() -> None:
-    """A repack comes after the first number of device seconds, and then after each further number.
+    """The first repack comes after `first_rebalance_device_s`, and later ones after each further `rebalance_device_s`.
 
     After a repack by an operator, the count begins again.
     """
@@ -316,7 +319,10 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
 
 
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
-    """When a worker joins and its models become ready one by one, all models are repacked once, a moment after the last one."""
+    """When a worker joins, its models become ready one by one.
+
+    All models are repacked once, a moment after the last of them is ready.
+    """
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
     late = fleet.servers.pop("w")
     late.ready = set()
@@ -355,7 +361,7 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
 def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
     """If a worker misses a probe, its models get other homes.
 
-    After its return they move back at once, and these homes free the weights.
+    When the worker is back, the models move back at once, and the other homes free the weights.
     """
     models = {name: Model(bytes=10) for name in "abcdefgh"}
     fleet = Fleet(["v", "w"], models, budget=50)
@@ -473,9 +479,9 @@ def test_a_model_that_is_pinned_by_a_change_of_the_settings_moves() -> None:
 
 
 def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
-    """A pin of one callee places its whole meta model.
+    """A pin of one callee places the whole meta model.
 
-    If two callees' pins have no device in common, they are placed one by one.
+    If the pins of two callees have no device in common, the callees are placed one by one.
     """
 
     def scene(models: dict[str, object]) -> Scene:
@@ -533,7 +539,7 @@ def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object
 
 
 def test_a_model_larger_than_every_device_is_warned_of() -> None:
-    """If a model is larger than each device, a warning has its name, its bytes and the largest device's."""
+    """If a model is larger than each device, a warning has the model's name and bytes, and the bytes of the largest device."""
     fleet = Fleet(["u", "v"], {"a": Model(bytes=3000), "b": Model()}, budget=2000)
     scene = Scene(fleet, Script())
     scene.settle()

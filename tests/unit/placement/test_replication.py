@@ -45,7 +45,7 @@ def test_a_server_with_several_devices_does_the_work_of_several() -> None:
 
 
 def test_demand_that_varies_moves_nothing() -> None:
-    """If a model is hot in one of ten seconds, it keeps its replicas."""
+    """If a model is hot for one second in every ten, it keeps its replicas."""
     fleet, gateway = hot()
     play(fleet, [gateway], 5.0)
     gateway.changes.clear()
@@ -116,7 +116,10 @@ def test_more_replicas_are_kept_when_all_models_are_packed_again() -> None:
 
 @pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))])
 def test_replicas_stay_within_the_devices(devices: int) -> None:
-    """A model with unlimited demand gets each device once. It gets requests only where it is warm."""
+    """A model with more demand than all devices can serve gets one replica on each device.
+
+    It gets requests only where it is warm.
+    """
     fleet = Fleet([str(n) for n in range(devices)], {"hot": Model(rate=10_000.0)}, load_s=0.5)
     gateway = Gateway(fleet, replicas="auto")
     for _ in range(round(20.0 / ROUND_S)):

@@ -112,7 +112,7 @@ def test_idle_workers_take_turns() -> None:
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("placed", [True, False])
 def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: GatewayMode, idle: bool, placed: bool) -> None:
-    """If a server is named twice of three times, it gets two thirds of the requests, one by one or concurrently."""
+    """If a server is listed twice among three entries, it gets two thirds of the requests, one by one or concurrently."""
     named = ("w0", "w1", "w1")
     router = Router(mode)
     router.update({"a": Routes(ready=named, placed=named if placed else ())})
@@ -128,7 +128,7 @@ def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: GatewayMode, idle
 
 
 def test_items_or_requests_count() -> None:
-    """A request adds its items to the load, or 1, as its routes say."""
+    """A request adds its number of items, or 1, to the load, multiplied by the charge of its routes."""
     for per_item, load in ((True, 16.0), (False, 2.0)):
         router = Router("least_outstanding")
         router.update({"a": Routes(ready=("w0",), charge=2.0, per_item=per_item)})
@@ -301,7 +301,7 @@ def test_every_counter_is_zero_at_the_end(
 ) -> None:
     """After any choices, moves, repeated releases and updates, the count is the number of requests that were not released.
 
-    In the end it is 0.
+    When all requests are released, the count is 0.
     """
     router = Router(mode)
     under_way: list[Choice] = []

@@ -61,7 +61,7 @@ def export_doubling(path: Path, **weights: list[float]) -> Path:
 
 @pytest.fixture(scope="session")
 def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return `export_doubling` with w = 1."""
+    """Return a bundle of `export_doubling` with w = 1."""
     return export_doubling(tmp_path_factory.mktemp("bundles") / "doubling", w=[1, 1, 1])
 
 
@@ -91,7 +91,7 @@ class Clock:
 
 @dataclass
 class Runtime:
-    """One life of a runtime; `stop()` ends it suddenly."""
+    """A runtime on a thread of this process. `stop()` ends the runtime suddenly."""
 
     loop: Loop
     device: FakeDevice
@@ -244,7 +244,7 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start_engine(runtime: Runtime, doubling: Path) -> StartEngine:
-    """Start an engine of a stub for `doubling`, connected to `runtime`."""
+    """Return a function that starts an engine of a stub for `doubling`, connected to `runtime`."""
 
     def start(hooks: Hooks | None = None, outputs: Sequence[WireTensor] = OUTPUTS) -> Engine:
         engine = engine_of(runtime.open, doubling, hooks=hooks, outputs=outputs)

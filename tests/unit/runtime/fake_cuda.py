@@ -14,7 +14,7 @@ _NAMES = {
 
 
 class FakeCuda:
-    """The driver's functions by their names. Functions in `failing` return this CUresult instead.
+    """The driver's functions by their names. A function in `failing` does nothing and returns the CUresult that is given there.
 
     Copies are made only when a caller waits for an event that was recorded after them.
     """

@@ -116,11 +116,11 @@ class Alone(ModelReplica[Any]):
 
 
 class LoneEngine(Alone, Engine):
-    """An `Engine` alone."""
+    """An `Engine` that is the only replica of its model."""
 
 
 class LoneMetaEngine(Alone, MetaEngine):
-    """A `MetaEngine` alone."""
+    """A `MetaEngine` that is the only replica of its model."""
 
 
 class Silent(Replicas):
@@ -293,7 +293,7 @@ class Pause:
 
     @property
     def is_reached(self) -> bool:
-        """Return whether a thread has stopped that `reached` and this property have not reported yet."""
+        """Return whether another thread has stopped. Each stop is reported once, by `reached` or by this property."""
         return self._reached.acquire(blocking=False)
 
     def go(self, times: int = 1) -> None:

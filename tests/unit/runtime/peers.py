@@ -9,8 +9,8 @@ from pathlib import Path
 
 import rsrv
 
-#: The code of a peer reads commands from stdin, one per line, and answers each with a line. After `pause`, the next
-#: call of that function of the operating system is announced with a line, and waits for `go` before it is made.
+#: The code of a peer reads commands from stdin, one per line, and answers each with a line. After `pause NAME`, the
+#: peer announces its next call of this operating system function with a line, and makes the call after `go`.
 _PEER = """
 import fcntl, hashlib, os, sys
 from pathlib import Path

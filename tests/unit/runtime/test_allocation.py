@@ -76,8 +76,8 @@ print(taken, (resident() - begun) // MIB, huge)
 def test_an_allocation_from_a_prepared_heap_needs_no_new_pages() -> None:
     """A thread whose heap was prepared allocates 120 MiB, which are 30,720 small pages, and causes few page faults.
 
-    When the heap is as before, its memory returns to the system. The pages are huge if the kernel has huge pages,
-    because a process with gigabytes of small pages takes long to end.
+    After `restore_heap`, the memory returns to the system. The pages are huge if the kernel has huge pages, because a
+    process with gigabytes of small pages takes long to end.
     """
     done = subprocess.run([sys.executable, "-c", _PREPARED], capture_output=True, text=True, check=True)
 

@@ -22,7 +22,7 @@ _ANY = "1048576"
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """Return a program with the name of Triton's stub: Python."""
+    """Return a link to Python that has the name of Triton's stub program."""
     program = tmp_path / "triton_python_backend_stub"
     program.symlink_to(sys.executable)
     return program
@@ -111,7 +111,10 @@ def test_a_stub_that_has_not_connected_is_ended_with_its_server(
 def test_stubs_are_ended_without_a_descriptor_for_further_ones(
     region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime without a free descriptor ends the connected stubs, and then itself, which frees its device's memory."""
+    """A runtime that has no free descriptor still ends the connected stubs.
+
+    Then the runtime ends itself, which frees the device's memory.
+    """
     monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
     connected = stub_of(program, region, os.getpid(), tmp_path / "gen")
     stub = child_processes.open_stub(connected.pid, os.getpid())

@@ -167,13 +167,13 @@ def test_a_lazy_model_is_loaded_without_its_bundle(
 ) -> None:
     """The runtime answers the stub of a lazy model without reading its bundle.
 
-    It then has neither a model nor a connection of it.
+    After that, the runtime has neither the model nor a connection of the stub.
     """
     stub = start_stub(lazy, tmp_path / "not there yet", lambda: pytest.fail("hooks were imported"))
 
     assert stub.is_cold
     assert models() == {}
-    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of the status request
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # The status request has one.
 
 
 @pytest.mark.parametrize("slow", [True, False])
@@ -213,9 +213,9 @@ def test_the_first_requests_of_a_model_share_its_start(
 def test_a_start_that_fails_is_a_reason_and_a_pause(
     lazy: Runtime, start_stub: StartStub, doubling: Path, tmp_path: Path
 ) -> None:
-    """If a start fails, waiting requests get the reason, and so do new ones during the pause.
+    """If a start fails, waiting requests get the reason, and so do new requests during the pause that follows.
 
-    A request after the pause starts it again.
+    A request after the pause starts the model again.
     """
     path = broken_bundle(tmp_path / "doubling", doubling)
     stub = start_stub(lazy, path)
@@ -341,7 +341,10 @@ def test_clients_that_give_up_do_not_stop_a_start(
 def test_an_unload_during_a_start_answers_those_who_wait(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """A model is unloaded during its start. The waiting request is told so, and the runtime keeps nothing of the model."""
+    """A model is unloaded during its start.
+
+    The waiting request fails with this reason, and the runtime keeps nothing of the model.
+    """
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     request = stub.send()
@@ -393,7 +396,10 @@ def check_idle(runtime: Runtime, after: float) -> float:
 def test_models_fall_back_when_no_request_has_used_them_for_long(
     start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
 ) -> None:
-    """A model falls back after `idle.executable` without a request. Pinned, busy and unlimited models stay."""
+    """A model falls back after `idle.executable` without a request.
+
+    Pinned models, busy models, and models without this limit stay.
+    """
     runtime = start_runtime(
         load_settings(
             "runtime: {start: lazy, idle: {executable: 10m}}\n"
@@ -608,7 +614,10 @@ def test_no_further_model_falls_back_until_the_memory_of_the_last_one_is_free(
     doublings: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The runtime chooses no further model because of measurements that are older than the freed memory."""
+    """After a model has fallen back, the runtime waits until the model's memory is free.
+
+    Older measurements of memory make no further model fall back.
+    """
     runtime = start_runtime(load_settings(LAZY))
     begun, may_free, freed, measurements = threading.Event(), threading.Event(), threading.Event(), 0
 
@@ -833,9 +842,10 @@ def test_a_callee_that_its_meta_model_keeps_leaves_after_a_model_that_frees_memo
 def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:
-    """A sub-call of a run on another device fails with RUNTIME_DOWN, so that its caller repeats it.
+    """A sub-call whose run is on another device fails with RUNTIME_DOWN, so that the caller repeats the sub-call.
 
-    Its model starts on its own device, whose runtime does not know the run, neither at the start nor later.
+    The called model starts on its own device. The runtime of this device does not know the run, neither at the start
+    nor later.
     """
     stub = start_stub(lazy, doubling)
     parameters = '{"rsrv_run": "7", "rsrv_device": "1"}'

@@ -93,9 +93,9 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
 def test_a_pause_of_all_holds_for_models_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """A pause of all models applies to later models.
+    """A pause of all models also applies to models that register later.
 
-    It does not apply to a model that was continued, until all are paused again.
+    It does not apply to a model that an operator has continued, until all models are paused again.
     """
     operator.pause(None, "reject")
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
@@ -219,7 +219,7 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
 def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A shorter queue applies at once and to later versions; null restores the general length."""
+    """A shorter queue limit applies at once, and to later versions of the model. The value null restores the general limit."""
     assert operator.want("a", max_queue_depth=1) == {}
     newer = make_engine(runtime, doublings["c"], name="a")
     runtime.device.gate.clear()
@@ -271,7 +271,10 @@ def test_the_timeline_has_what_the_device_did(engines: dict[str, Engine], operat
 def test_the_history_of_all_versions(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
-    """A model's history has the records of all its versions by key, with their states and weights. It has no other model."""
+    """A model's history has the records of all its versions by key, with their states and weights.
+
+    It has no records of other models.
+    """
     make_engine(runtime, doublings["c"], name="a")
 
     answer = operator.do("history", model="a")
@@ -391,7 +394,10 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
 def test_a_record_can_be_asked_for_its_changes(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """A status that follows an earlier one has the changed models only. After a new model it has all models again."""
+    """A status request that names an earlier status returns only the changed models.
+
+    After a new model was added, it returns all models again.
+    """
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
     a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     with Operator(runtime) as operator:

@@ -78,7 +78,7 @@ def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubl
 
 
 def test_unused_executables_are_freed(doubling: Path) -> None:
-    """When the last model of an executable is freed, so is the executable. The next such model compiles again."""
+    """An executable is freed with the last model that uses it. A model that is built later compiles it again."""
     device = JaxDevice("cpu")
     model = build_here(doubling, device)
     del model

@@ -1,4 +1,7 @@
-"""The supervisor of the control process: one runs as long as the runtime lives, and never two."""
+"""The supervisor of the control process.
+
+It keeps one control process running as long as the runtime lives, and never starts a second one.
+"""
 
 import fcntl
 import os

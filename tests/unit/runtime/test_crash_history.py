@@ -398,7 +398,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     assert place is not None
     place.mark_hung()
     assert place.task is not None
-    # This copy has the content at this moment: later writes of this runtime are not in it.
+    # Copy the black box now, so that the copy does not contain later writes of this runtime.
     after = tmp_path / "after"
     after.mkdir()
     shutil.copy(tmp_path / paths.BLACKBOX, after)

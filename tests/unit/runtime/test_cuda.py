@@ -27,7 +27,7 @@ def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(
 ) -> None:
     """Memory is page-locked for all contexts, and unlocked later.
 
-    It is read-only if the device supports this and does not write to it.
+    The lock is read-only if the device supports this and does not write to the memory.
     """
     library = FakeCuda(read_only=read_only)
     driver = Driver(0, library)
@@ -156,7 +156,10 @@ def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str],
 def test_a_card_is_known_by_its_device_node(
     nodes: tuple[str, ...], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device node shows that there is a card, which need not be the first one. WSL2's node dxg exists without a card."""
+    """A device node, not necessarily that of the first card, shows that there is a card.
+
+    WSL2's node dxg does not show this, because it exists without a card.
+    """
     monkeypatch.setattr(
         cuda, "CARD_SIGNS", tuple(f"{tmp_path}/{Path(sign).name}" for sign in cuda.CARD_SIGNS)
     )
@@ -170,9 +173,9 @@ def test_a_card_is_known_by_its_device_node(
 def test_a_container_that_refuses_cards_is_not_warned_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no warning for "void" or "none".
+    """If NVIDIA_VISIBLE_DEVICES is "void" or "none", there is no warning about a hidden card.
 
-    With "void", a container may still have a card by CDI, which also sets this value.
+    With "void", a container may still have a card through CDI, which also sets this value.
     """
     sign = tmp_path / "card"
     sign.touch()

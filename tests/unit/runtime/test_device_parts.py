@@ -29,7 +29,7 @@ LIMIT = 256
 
 
 class Card:
-    """jax's device. Each call for its statistics reports the next of `in_use`."""
+    """A fake of jax's device. Each call of `memory_stats` reports the next value of `in_use`."""
 
     def __init__(self, *in_use: int) -> None:
         self._in_use = iter(in_use)
@@ -63,7 +63,7 @@ def test_an_allocation_waits_for_the_memory_of_freed_buffers() -> None:
 
 
 def test_a_launch_that_waits_for_memory_does_not_hold_up_others() -> None:
-    """While one thread waits for memory, other threads launch."""
+    """A thread that waits for memory does not hold the launch lock, so other threads can launch."""
     launching, locked = Lock(), list[bool]()
 
     class Memory(DeviceMemory):

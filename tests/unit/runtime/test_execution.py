@@ -101,7 +101,10 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
 
 
 def lengths(extent: int) -> Variant:
-    """Return a variant whose outputs are its inputs. The padded axis is the second, the first, or missing."""
+    """Return a variant whose outputs equal its inputs.
+
+    The padded axis is the second axis of `x` and the first axis of `mask`. `one` has no padded axis.
+    """
     block = Block(
         (
             Tensor("x", "f32", (-1, extent, 2), 0, 1),
@@ -116,7 +119,7 @@ def lengths(extent: int) -> Variant:
 def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject) -> None:
     """Requests of several lengths are padded with the manifest's values, and missing rows are zeros.
 
-    Each gets its own rows and length.
+    Each request gets its own rows back at its own length.
     """
     interface = Interface((lengths(3), lengths(6)), exact=False)
     sent = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=4))
@@ -214,7 +217,7 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
 def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> None:
     """A large input without rows is copied into the assembled batch, which is page-locked.
 
-    The request's memory is not, so a transfer from it would wait for the previous execution.
+    The request's memory is not page-locked, so a transfer from there would wait for the previous execution.
     """
     block = Block((Tensor("x", "f32", (-1, 3), 0), Tensor("table", "f32", (LARGE // 4,), None)))
     (part,) = lay_out(block, [1], [0])
@@ -238,7 +241,10 @@ def test_requests_whose_outputs_lie_otherwise_than_their_inputs_are_copied_apart
 
 
 def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an execution has ended, the next batch is assembled in its memory. An execution in progress keeps its own."""
+    """After an execution has ended, the next batch is assembled in the same memory.
+
+    The memory of an execution in progress is not reused.
+    """
     block = BLOCKS["rows first"]
     work = job(lay_out(block, [1] * 3, [0] * 3), 4, block)
     device: Any = FakeDevice(lambda inputs, weights: [])
@@ -273,9 +279,11 @@ def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytes
 def test_the_device_copies_large_outputs_to_page_locked_memory(
     block: Block, rows: list[int], in_place: list[int], gathered: list[int], locks: bool
 ) -> None:
-    """The device copies large contiguous outputs to the requests' own memory, and others to common memory, all page-locked.
+    """The device copies large outputs to page-locked memory.
 
-    If memory cannot be locked, jax copies the outputs, because a transfer to such memory would wait for the execution.
+    The target is the requests' own memory, if each request's rows are contiguous and large, or else the memory of the
+    batch. If memory cannot be locked, jax copies the outputs, because a transfer to such memory would wait for the
+    execution.
     """
     parts = lay_out(block, rows, [0] * len(rows))
     rng = np.random.default_rng(1)

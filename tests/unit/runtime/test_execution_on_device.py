@@ -33,7 +33,7 @@ class World:
         self.sent: list[list[Array]] = []
         self.outputs: dict[tuple[int, int], Array] = {}
         self.buffers: dict[tuple[int, int], Any] = {}
-        #: By output: the row after the last slice that was taken, where the next request's rows may begin.
+        #: For each output, the row after the last slice that was taken. The next request's rows may begin there.
         self.ends: dict[tuple[int, int], int] = {}
 
     def make(self, tensor: Tensor, rows: int) -> Array:

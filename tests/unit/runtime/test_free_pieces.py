@@ -37,7 +37,7 @@ def test_two_pieces_are_no_room_for_one_allocation() -> None:
 
 
 def test_a_small_rest_is_lost_with_its_piece() -> None:
-    """XLA splits a piece only if the rest has 128 MiB, or is as large as the allocation.
+    """XLA splits a piece only if the rest has at least 128 MiB, or is at least as large as the allocation.
 
     A smaller rest is lost with its piece.
     """
@@ -65,9 +65,9 @@ def test_the_best_piece_is_taken_and_the_largest_allocation_first() -> None:
 
 
 def test_what_lay_between_two_weights_and_is_freed_is_known_once_a_weight_takes_its_place() -> None:
-    """Memory between two weights seems to belong to the first one. It is known to be free after another weight was there and left.
+    """Memory between two weights counts as a part of the first one, until another weight was there and was removed.
 
-    The memory of an execution looks the same as a rest that was not split off.
+    Free memory that an execution used looks the same as a rest that was not split off.
     """
     pieces = FreePieces(START, 300 * MIB)
     pieces.add(1, START + 150 * MIB, 150 * MIB)

@@ -107,7 +107,7 @@ def _nothing_is_left(runtime: Runtime) -> bool:
 
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3], [5] * 8, [5] * 9, [2] * 20])
 def test_an_answer_is_the_models(client: Client, prompt: list[int]) -> None:
-    """A prompt is shorter than a chunk, as long, or longer. Its answer ends at the limit or at a stop token."""
+    """Prompts are shorter than a chunk, as long as a chunk, or longer. Each answer ends at the limit or at a stop token."""
     tokens, reason = client.generate(prompt)
 
     assert tokens == expected(prompt)
@@ -120,7 +120,7 @@ def test_a_full_context_ends_an_answer(client: Client) -> None:
 
 
 def test_generations_share_executions(client: Client) -> None:
-    """Running generations share their executions, also one that begins later. Each answer depends on its own prompt only."""
+    """Running generations share their executions, even if one begins later. Each answer depends on its own prompt only."""
     client.runtime.device.gate.clear()
     first = client.ask([1], max_tokens=30, stop=[])
     client.runtime.device.gate.wait_until_held()
@@ -136,7 +136,8 @@ def test_generations_share_executions(client: Client) -> None:
             assert token == total % 13 + 1
             total += token
         assert len(answer) == 30
-    # 30 executions of four generations, and at most a few before all had begun.
+    # Each of 30 executions serves all four generations. A few executions may precede the start of the last
+    # generation.
     assert len(client.runtime.device.executed) - warm <= 30 + 3
 
 

@@ -22,7 +22,7 @@ from rsrv.wire.generation import Generate
 from rsrv_bundle.spec import GenerateSpec
 
 SPEC = GenerateSpec("tokens", "lengths", "sampling", "token", 64, (0,), 8, None, "{text}")
-#: lengths 1, 16 and 128; the longest takes more time than a prompt may take while others wait
+#: The lengths are 1, 16 and 128. A chunk of 128 takes longer than a prompt may take while other requests wait.
 CHUNKS = Chunks((1, 16, 128), (0.001, 0.004, 0.06))
 
 
@@ -44,7 +44,7 @@ def test_every_generation_reads_its_prompt_and_ends_once(
 ) -> None:
     """A generation's steps read the prompt in chunks, and then each token of its answer.
 
-    The tokens that are sent are the first ones of the model's, within all limits, and never a stop token.
+    The client gets the first tokens of the model's answer, within all limits, and never a stop token.
     """
     counts = GenerationCounts()
     chunks = Chunks([1, *lengths], [0.001 * length for length in [1, *lengths]])
@@ -122,9 +122,9 @@ def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
 
 
 def test_means_are_of_answers_that_have_a_token() -> None:
-    """Mean lengths only have generations whose answer has a token.
+    """Mean lengths include only generations whose answer has a token.
 
-    Prompts that are still read or end at once are left out.
+    Generations that still read their prompt, or that end without a token, are left out.
     """
     counts = GenerationCounts()
     for prompt, token in ([3] * 10, 5), ([3] * 16, 0), ([3] * 128, 5):

@@ -1,6 +1,6 @@
-"""The note about models that a runtime leaves to the next one.
+"""The note in which a runtime lists its models for the next runtime.
 
-The models on the device return first, the latest used first.
+The listed models return first, the latest used one first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DOGS = HandedModel("dogs@1", "dogs", "/repository/dogs/1/bundle", resident=False
 
 
 def test_a_note_is_read_by_the_next_runtime(tmp_path: Path) -> None:
-    """The next runtime reads the order of the models from the note.
+    """The next runtime reads the order of the models from the note. Models that are not in the note come last.
 
-    Unknown models are last. Only weights that were on the device return.
+    Only weights that were on the device return to it.
     """
     first = Handover(tmp_path / "note")
     assert first.returns("dogs@1"), "without a note, all return"
@@ -44,7 +44,7 @@ def test_a_note_is_read_by_the_next_runtime(tmp_path: Path) -> None:
     "text", ["", "{", "[1]", '[["cats@1", "cats"]]', '[["cats@1", "cats", "/", 1]]', "7"]
 )
 def test_a_damaged_note_costs_only_the_order(tmp_path: Path, text: str) -> None:
-    """All models return, in any order, and the next note can be read."""
+    """If the note is damaged, all models return, in any order. The next note can be written and read."""
     (tmp_path / "note").write_text(text)
     handover = Handover(tmp_path / "note")
     assert handover.before is None
@@ -70,9 +70,10 @@ def put_to_sleep(runtime: Runtime) -> None:
 def test_after_a_sleep_models_return_without_a_stub(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
-    """After a sleep, models return without a stub, except one whose bundle is gone. The note has the latest used one first.
+    """After a sleep, models return without a stub, except a model whose bundle is gone.
 
-    When a stub has registered for such a model and leaves, the model leaves as well.
+    In the note, the latest used model is first. When a stub has registered for a returned model and leaves, the model is
+    unloaded.
     """
     note = tmp_path / "note"
     first = start_runtime(SETTINGS, handover=Handover(note))
@@ -98,7 +99,7 @@ def test_after_a_sleep_models_return_without_a_stub(
 
 
 class Busy(Inspector):
-    """Keeps the build thread waiting until the gate opens."""
+    """An inspector that keeps the build thread waiting until the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class Busy(Inspector):
 def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
     start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
 ) -> None:
-    """If the next sleep is forced while models wait for their return, the note still has them for the runtime after that."""
+    """If a sleep is forced while models have not returned from the last one, they stay in the note for the next runtime."""
     note, gate = tmp_path / "note", Gate()
     first = start_runtime(SETTINGS, handover=Handover(note))
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Which time counts as the time of a meta model's own code."""
+"""Waiting for a call is not counted as running time of a meta model's own code."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Host weights: there is one copy of each tensor while a model keeps it. Weights without a copy are read from their file."""
+"""Weights on the host. Models share one copy of equal tensors. A tensor without a copy is read from its file."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
 
 
 def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make: MakeBundle) -> None:
-    """A tensor can be read if it has its old content. The file's time and its other tensors do not matter."""
+    """After a changed tensor has its old bytes again, it can be read. The file's time and other tensors do not matter."""
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
     rewrite(bundle)
@@ -279,7 +279,10 @@ def test_a_file_that_has_its_content_again_is_read_again(store: HostStore, make:
 def test_weights_that_do_not_match_the_manifest_are_not_opened(
     store: HostStore, make: MakeBundle, offset: int, keep: bool
 ) -> None:
-    """Weights that do not match the manifest's checksum cannot be opened, and no tensor of them is kept, until the file is repaired."""
+    """Weights that do not match the manifest's checksum cannot be opened, until the file is repaired.
+
+    No tensor of the file is kept.
+    """
     bundle = make("3", a=large(1), b=large(2))
     before = open_files()
     rewrite(bundle, bundle.weights[0].offset + offset if offset > 0 else offset)
@@ -296,9 +299,9 @@ def test_weights_that_do_not_match_the_manifest_are_not_opened(
 
 
 def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make: MakeBundle) -> None:
-    """A change that leaves the file's time as it was is found by the content.
+    """If a file was changed but has its old time, the change is found by the content.
 
-    Else models would share wrong weights by their key.
+    Otherwise models would share wrong weights under the same key.
     """
     bundle = make(a=large(1), b=large(2))
     weights = store.open(bundle, keep=False)
@@ -429,9 +432,9 @@ class Driver:
 def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
     make: MakeBundle, shared: bool, tmp_path: Path
 ) -> None:
-    """Memory is page-locked once for all models, until its last view is freed.
+    """A large tensor is page-locked once for all models, until its last view is freed.
 
-    Small tensors are not, as they share pages.
+    Small tensors are not page-locked, because they share pages with other data.
     """
     driver = Driver()
     store = HostStore(SharedMemory(tmp_path) if shared else HostMemory(), driver.lock)
@@ -500,7 +503,7 @@ def test_a_store_that_is_closed_during_a_load_leaves_nothing(
 def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
     private: HostStore, make: MakeBundle
 ) -> None:
-    """A file that was replaced after its header was read is refused, because its tensors may be at other places."""
+    """A file that was replaced after its header was read is refused, because its tensors may have other offsets."""
     bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
     os.replace(weights_file(other), weights_file(bundle))
 

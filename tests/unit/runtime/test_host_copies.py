@@ -1,4 +1,4 @@
-"""Host copies under a limit: which models get one, which lose theirs, and what clients see."""
+"""Host copies under a limit: which models get a copy, which models lose theirs, and what clients see."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def copy(model: str, used: float, **tensors: int) -> HostCopy:
 
 
 def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
-    """A copy fits if it exceeds no limit and leaves an eighth of all memory free, so that no copy must leave soon."""
+    """A copy fits if it exceeds no limit and leaves an eighth of all memory free.
+
+    So a new copy does not force another one to be dropped soon.
+    """
     limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
 
     assert limit.fits(3 * GIB, 8 * GIB, GIB)
@@ -62,9 +65,9 @@ def test_a_copy_fits_within_the_limit_and_beside_everything_else() -> None:
 
 
 def test_copies_give_back_what_exceeds_the_limit_or_what_others_need() -> None:
-    """Copies must free what exceeds the limit, and what others need, until an eighth of all memory is free.
+    """Copies are dropped if they exceed the limit, or if less than a sixteenth of all memory is free.
 
-    Thus the next check frees nothing.
+    In the second case, they are dropped until an eighth is free, so that the next check drops nothing.
     """
     limit = MemoryLimit(copies=4 * GIB, total=16 * GIB)
 
@@ -87,7 +90,10 @@ def test_the_default_limit_leaves_a_quarter_of_the_memory(monkeypatch: pytest.Mo
 
 
 def test_the_least_recently_used_copies_leave_first() -> None:
-    """The least recently used copies leave first, and no more than needed. Copies used after `before` stay."""
+    """The least recently used copies are dropped first, and no more than needed.
+
+    Only copies that were last used before the time `before` are dropped.
+    """
     copies = [
         copy("new", 3.0, a=10),
         copy("old", 1.0, b=10),
@@ -103,7 +109,10 @@ def test_the_least_recently_used_copies_leave_first() -> None:
 
 
 def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
-    """A shared tensor is freed with its last copy. A copy is not chosen if all its tensors stay for other copies."""
+    """A shared tensor is freed when the last copy with this tensor is dropped.
+
+    A copy is not chosen if other copies keep all of its tensors, because dropping it would free nothing.
+    """
     copies = [copy("a", 1.0, base=10, head_a=1), copy("b", 2.0, base=10, head_b=1), copy("c", 3.0, base=10)]
 
     assert choose_copies(copies, 2) == (["a", "b"], 0)
@@ -113,7 +122,10 @@ def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
 
 @pytest.mark.parametrize(("left_bytes", "dropped"), [(0, ["old"]), (10, ["old"]), (20, [])])
 def test_what_the_last_runtime_left_leaves_before_copies(left_bytes: int, dropped: list[str]) -> None:
-    """Tensors that the last runtime left are removed before host copies of models, which are dropped only if this is not enough."""
+    """Tensors that the last runtime left are removed before host copies of models are dropped.
+
+    Copies are dropped only if this does not free enough.
+    """
     mover, outbox = Mock(lacks_mappings=False), deque[Any]()
     mover.host = SimpleNamespace(
         limit=MemoryLimit(100, 1600), taken=120 - left_bytes, left=left_bytes, promised=0, ahead=0
@@ -154,7 +166,10 @@ _SIZES = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
 def test_any_choice_frees_enough_or_all_that_may_leave(
     some: list[tuple[float, dict[str, int]]], excess: int, before: float
 ) -> None:
-    """The choice frees enough, or all that may leave. It has no copy that is in use or was used later, and none in vain."""
+    """The choice frees enough memory, or contains all copies that may be dropped.
+
+    It contains no copy that was used at or after `before`, and no copy whose drop is not needed.
+    """
     copies = [
         HostCopy(str(index), {tensor: _SIZES[tensor] for tensor in tensors}, used)
         for index, (used, tensors) in enumerate(some)
@@ -186,7 +201,7 @@ def warm(key: str, since: float, *executables: int) -> WarmModel:
 
 
 def chosen(models: list[WarmModel], most: int, *busy: int) -> list[str]:
-    """Return the chosen models. `busy` has the executables of models that may not fall back."""
+    """Return the keys of the models that fall back. `busy`: executables of models that may not fall back."""
     users = Counter([*busy, *(executable for model in models for executable in model.executables)])
     return [model.key for model in choose_cold(models, users, most)]
 
@@ -201,7 +216,7 @@ def test_the_least_recently_used_fall_back_first() -> None:
 
 
 def test_a_model_whose_executables_others_need_stays() -> None:
-    """A model whose executables others need stays, because it would free almost nothing.
+    """A model stays warm if busy models use its executables, because falling back would free almost nothing.
 
     When all models with these executables are idle, all fall back.
     """
@@ -209,7 +224,7 @@ def test_a_model_whose_executables_others_need_stays() -> None:
 
     assert chosen([*family, warm("own", 3.0, 8)], 1, 7) == ["own"]
     assert chosen([*family, warm("own", 3.0, 8)], 2) == ["a", "b"]
-    # There is no other model.
+    # If no choice frees an executable, a model falls back nevertheless.
     assert chosen(family, 1, 7) == ["a"]
 
 
@@ -239,9 +254,9 @@ def test_any_choice_frees_memory_if_it_can(
 
 
 def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> None:
-    """A model that exceeds the limit is opened without a copy, and its tensors are read from the file.
+    """If a model's copy would exceed the limit, the model is opened without a copy, and reads tensors from the file.
 
-    It gets a copy later if there is room.
+    It gets a copy later, when another copy was dropped.
     """
     store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes, 0))
     first = store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True)
@@ -259,7 +274,7 @@ def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> No
 
 
 def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
-    """A copy needs room only for tensors that no other copy has."""
+    """A copy needs memory only for tensors that no other copy has."""
     store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
     store.open(bundle_of(tmp_path, {"a": large(1), "b": small(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(1), "b": small(2)}, "second"), keep=True)
@@ -274,7 +289,7 @@ def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
 def test_memory_that_others_take_counts_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that others take is known before a copy is made, so that the kernel does not kill the process."""
+    """Memory of other processes is subtracted before a copy is made. Otherwise the kernel might kill this process."""
     monkeypatch.setattr(host_weights, "spare_memory", lambda: 100 + large(1).nbytes)
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 16 * 101))
 
@@ -327,9 +342,9 @@ def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pyt
 def test_weights_that_are_read_ahead_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    """Weights that were read ahead are not read again by the load, and count until it ends.
+    """A load does not read weights again that were read ahead. Until the load ends, they count as host memory.
 
-    Without room in memory, the file is read ahead into the kernel's cache only.
+    Without memory for them, the file is read ahead only into the kernel's cache.
     """
     read, real = list[int](), WeightsFile.read_into
 
@@ -355,7 +370,10 @@ def test_weights_that_are_read_ahead_are_not_read_again(
 
 
 def test_the_weights_of_two_models_are_kept_between_read_and_load(tmp_path: Path) -> None:
-    """Only two models' weights may be in memory between their read and their load, because they take the memory of host copies."""
+    """Weights of at most two models may be in memory between their read and their load.
+
+    The limit exists because these weights take the memory of host copies.
+    """
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     several = [
         store.open(
@@ -397,7 +415,7 @@ def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
 
 
 def test_a_store_that_closes_during_a_read_ahead_ends_it(tmp_path: Path) -> None:
-    """If the store closes after a read ahead, the weights that were read are freed."""
+    """If the store closes between a read ahead and the load, the weights that were read are freed."""
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
@@ -554,7 +572,7 @@ def stall(house: House, disk: Gate) -> Any:
     """
     house.serve("a", "b", "c")
     set_residency(house.runtime, "a", "unpinned")
-    # The read would find tensors that are not freed yet.
+    # Otherwise the read would find the old tensors, which are not freed yet.
     wait_until(lambda: house.status()["host"]["tensors"] == 2)
     for name in "ab":
         command(os.getpid(), {"command": "evict", "model": name})
@@ -596,7 +614,10 @@ def test_weights_that_were_read_for_a_load_leave_host_memory_with_it(house: Hous
 
 @three_models
 def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house: House, disk: Gate) -> None:
-    """If a model leaves while its weights are read, its requests end at once. Later reads wait for the end of this one."""
+    """If a model is unloaded while its weights are read, its requests end at once.
+
+    Later reads wait until this read has ended.
+    """
     slow = stall(house, disk)
     house.engines.pop("a").close()
     wait_until(lambda: house.status()["models"].get("a", {}).get("state") != "ready")
@@ -613,7 +634,7 @@ def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house
 def test_a_read_that_fails_fails_its_own_requests(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a read fails, its client gets the reason, and the model is not loaded for a while. Others are served."""
+    """If a read fails, its client gets the reason, and loading is retried only after a back-off. Others are served."""
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     slow = stall(house, disk)
 
@@ -633,7 +654,7 @@ def test_a_read_that_fails_fails_its_own_requests(
 def test_weights_that_no_request_needs_any_more_do_not_stay_read(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that were read for a request that is cancelled meanwhile are freed at the next check of host memory."""
+    """If a request is cancelled while the weights for it are read, the next check of host memory frees these weights."""
     monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     slow = stall(house, disk)
     slow.cancelled = True
@@ -649,9 +670,9 @@ def test_weights_that_no_request_needs_any_more_do_not_stay_read(
 
 @two_copies
 def test_the_loop_does_not_read_the_kernels_figures(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop itself does not read the kernel's numbers about memory.
+    """The loop thread does not read the kernel's memory statistics.
 
-    This takes milliseconds, in which requests would wait.
+    Reading them takes milliseconds, in which requests would wait.
     """
     threads = set[str]()
 

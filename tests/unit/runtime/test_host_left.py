@@ -18,7 +18,7 @@ from rsrv_bundle.weights import WeightsFile
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 from tests.waiting import wait_until
 
-#: Names of a server that lives, which is this process, and of a server that has ended.
+#: Names of a live server (this process) and of a server that has ended.
 LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
 ENDED = f"{os.getpid()}-1-gpu0"
 
@@ -82,9 +82,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_next_runtime_reads_only_small_tensors(
     shm: Path, bundle: Bundle, reads: list[int], end: str
 ) -> None:
-    """After a runtime's death, the next one reads only small tensors.
+    """After a runtime's end, the next one reads only small tensors from the file.
 
-    Large ones are in shared memory, and a note has all digests.
+    Large tensors are in shared memory, and a note has all digests.
     """
     store = start(shm)
     store.open(bundle, keep=True)
@@ -108,7 +108,10 @@ def test_the_next_runtime_reads_only_small_tensors(
 def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
     shm: Path, bundle: Bundle, reads: list[int]
 ) -> None:
-    """The next runtime does not read a model without a host copy until it is loaded, because the note has the digests of its tensors."""
+    """The next runtime reads a model without a host copy only when the model is loaded.
+
+    Until then, the note has the digests of the tensors.
+    """
     store = start(shm)
     before = store.open(bundle, keep=False)
     killed(store)
@@ -122,7 +125,10 @@ def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
 
 
 def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """A sweep keeps tensors of models that have not registered yet. Some stubs register late, or at their next request."""
+    """A sweep keeps tensors of models that have not registered yet.
+
+    Some stubs register late, or only with their next request.
+    """
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -130,7 +136,7 @@ def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_p
     early = after.open(bundle_of(tmp_path, {"z": large(9)}, "early"), keep=True)
 
     assert after.sweep() == 0
-    assert start(shm, f"{LIVE[:-1]}1").sweep() == 0  # A store of another device or server
+    assert start(shm, f"{LIVE[:-1]}1").sweep() == 0  # Another device's store keeps them as well.
 
     assert right(after.open(bundle, keep=True))
     early.close()
@@ -240,7 +246,7 @@ def test_a_tensor_that_is_gone_is_read_and_shared_again(shm: Path, bundle: Bundl
 
 
 def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """Tensors that no model has taken yet are removed if memory is needed. Models that have come back keep theirs."""
+    """If memory is needed, tensors that the last runtime left are removed, unless a model has registered for them."""
     store = start(shm)
     store.open(bundle, keep=True)
     store.open(bundle_of(tmp_path, {"z": large(9)}, "other"), keep=True)
@@ -262,7 +268,7 @@ def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp
 def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path) -> None:
     """Left tensors are removed model by model, the oldest note first, and no more than needed.
 
-    The others need not be read again.
+    The tensors that stay need not be read again.
     """
     store = start(shm)
     bundles = [bundle_of(tmp_path, {"a": large(value)}, f"bundle{value}") for value in range(3)]
@@ -283,9 +289,9 @@ def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path)
 
 
 def test_what_another_device_left_does_not_count(shm: Path, bundle: Bundle) -> None:
-    """Tensors that another device's runtime left do not count here.
+    """Tensors that another device's runtime left are not counted as left tensors of this runtime.
 
-    This runtime cannot remove them, so its own copies would never be dropped for lack of memory.
+    This runtime cannot remove them. If it counted them, it would never drop its own copies for lack of memory.
     """
     other = start(shm, f"{LIVE[:-1]}1")
     other.open(bundle, keep=True)
@@ -329,7 +335,10 @@ def test_two_models_of_one_file_share_its_note(shm: Path, bundle: Bundle) -> Non
 def test_the_end_of_the_server_removes_what_a_sleeping_runtime_left(
     shm: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the server ends, the tensors that a sleeping runtime left are removed, by its spare or by a runtime that shares no memory."""
+    """`remove_left` removes the tensors that a sleeping runtime left.
+
+    The spare calls it when the server ends. A runtime that shares no memory calls it at its start.
+    """
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -377,9 +386,9 @@ def test_a_left_tensor_that_rsrv_did_not_make_is_not_used(shm: Path, bundle: Bun
 
 
 def test_a_note_names_its_file_by_all_that_the_system_tells(bundle: Bundle) -> None:
-    """A note names a file by all that the system reports about it, including its ctime.
+    """A note identifies a file version by all that the system reports about the file, including its ctime.
 
-    A change of mode is therefore seen.
+    So even a change of the mode is noticed.
     """
     file = WeightsFile(bundle)
     assert bundle.weights_file is not None

@@ -64,7 +64,10 @@ def mapping_of(array: np.ndarray[Any, Any]) -> str:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, LARGE - 1, LARGE, LARGE + 1])
 def test_new_memory_is_aligned_and_of_the_requested_size(nbytes: int) -> None:
-    """Memory is aligned to 64 bytes, so that jax uses it in place, or to pages from LARGE on, because a GPU's driver locks pages."""
+    """Memory is aligned to 64 bytes, so that jax uses it in place.
+
+    Memory of at least LARGE bytes is aligned to pages, because a GPU's driver locks pages.
+    """
     memory = fresh(nbytes)
 
     assert memory.nbytes == nbytes
@@ -138,7 +141,7 @@ def test_small_tensors_stay_private(shm: Path) -> None:
 
 
 def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
-    """After its end, a runtime leaves no descriptor open: of the directory, of files it made, or of files it found."""
+    """After `close`, no descriptor is open: neither of the directory, nor of files that were made or found."""
     before = open_files()
     memory = SharedMemory(shm)
     blocks = [place(memory, 1), place(memory, 1), place(memory, 2)]
@@ -214,7 +217,7 @@ def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
 def test_the_slower_of_two_publishers_uses_the_file_of_the_other(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """Two processes have filled a file for the same tensor. One file gets the name, and both use it."""
+    """If two processes have filled files for the same tensor, only one file gets the name, and both processes use it."""
     slow, fast = start_peer(), start_peer()
     slow.ask("pause link")
     assert slow.ask(f"place 1 {LARGE}") == "at link"
@@ -253,7 +256,7 @@ def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
 def test_a_new_user_does_not_wait_for_views_after_the_release(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """A new user does not wait until the views of a released tensor are freed. They keep the memory, but not the lock."""
+    """A new user does not wait until views of a released tensor are freed. A view keeps the memory, but not the lock."""
     leaving, coming = SharedMemory(shm), start_peer()
     block = place(leaving, 1)
     view = block.bytes[:1]
@@ -270,7 +273,7 @@ def test_a_new_user_does_not_wait_for_views_after_the_release(
 def test_a_new_user_during_the_removal_waits_and_makes_the_file_again(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """A new user comes while the last user, with the exclusive lock, removes the file.
+    """A new user opens the file while the last user removes it under the exclusive lock.
 
     The new user waits and makes the file again.
     """
@@ -306,7 +309,7 @@ def test_a_process_killed_during_the_removal_blocks_no_other(
 
 
 def test_a_sweep_does_not_remove_a_new_file(shm: Path, start_peer: Callable[..., Peer]) -> None:
-    """A sweep does not remove a new file, because it is locked before it gets its name."""
+    """A sweep does not remove a new file, because the publisher locks the file before it names it."""
     publisher = start_peer()
     publisher.ask("pause link")
     assert publisher.ask(f"place 1 {LARGE}") == "at link"
@@ -319,9 +322,9 @@ def test_a_sweep_does_not_remove_a_new_file(shm: Path, start_peer: Callable[...,
 
 
 def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None:
-    """A process does not remove a name that belongs to another file.
+    """A process does not remove a name that now belongs to another file.
 
-    An operator has emptied the directory, and another runtime has made the tensor again.
+    This happens if an operator has emptied the directory, and another runtime has made the tensor again.
     """
     first, second = SharedMemory(shm), SharedMemory(shm)
     old = place(first, 1)

@@ -106,7 +106,7 @@ class Runtimes(RuleBasedStateMachine):
         names = {path.name for path in self.path.glob("rsrv-weights-*/*")}
         held = self.held(0) | self.held(1)
         assert held <= names <= held | self.left
-        # A file that is used again is removed with its last user, and is then not left any more.
+        # When a left file is used again, its last user removes it, and it is not expected any more.
         self.left &= names
         for read, expected in self.views:
             np.testing.assert_array_equal(read, expected)

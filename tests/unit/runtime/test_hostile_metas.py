@@ -127,7 +127,7 @@ MISDEEDS: dict[str, list[Deed]] = {
 def test_a_misbehaving_stub_of_a_meta_model_loses_its_connection_only(
     join: Callable[[], Peer], misdeeds: list[Deed]
 ) -> None:
-    """A stub that misbehaves loses its connection and its runs. The other stub's runs find all places free."""
+    """A stub that misbehaves loses its connection, and its runs end. The runs of the other stub find all places free."""
     other, culprit = join(), join()
     assert culprit.works(50)
 
@@ -161,7 +161,10 @@ CONFUSED: dict[str, list[Deed]] = {
 
 @pytest.mark.parametrize("deeds", CONFUSED.values(), ids=CONFUSED.keys())
 def test_confused_messages_of_a_stub_harm_no_other(join: Callable[[], Peer], deeds: list[Deed]) -> None:
-    """Messages in a senseless order are answered or ignored, other stubs are served, and the stub's end leaves nothing."""
+    """Messages in a senseless order are answered or ignored, and other stubs are served.
+
+    When the confused stub has ended, no run and no memory is left.
+    """
     other, confused = join(), join()
 
     for deed in deeds:
@@ -191,7 +194,7 @@ def test_calls_of_a_run_that_is_not_let_in_are_not_kept_without_end(
 
 
 def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
-    """Memory that a call in progress will keep is reserved at once, so a second such call gets QUEUE_FULL."""
+    """Memory for the kept output of a call is reserved when the call begins, so a second such call gets QUEUE_FULL."""
     peer = join()
     for step in (ENTER, HEAR):
         step(peer)
@@ -227,9 +230,9 @@ def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runt
 def test_a_connection_ends_while_the_scheduler_expires_its_runs(
     join: Callable[[], Peer], runtime: Runtime
 ) -> None:
-    """While a connection's end is handled, the scheduler expires its waiting run.
+    """A connection closes after the deadline of its waiting run. While the runtime ends its other runs, this run expires.
 
-    Handling the end of this run does not fail.
+    The runtime then handles the end of a run that the scheduler does not know any more. Other stubs are served.
     """
     other, leaving = join(), join()
     deadline_s = time.monotonic() + 100

@@ -127,9 +127,9 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
 def test_a_stub_of_another_version_learns_what_to_do(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime sends its greeting to a stub of another version, and disconnects it.
+    """The runtime sends its greeting to a stub of another version, and disconnects the stub.
 
-    With the greeting, the stub makes an error that names both versions and the remedy.
+    From the greeting, the stub makes an error that names both versions and the remedy.
     """
     sock = connect(runtime.socket)
     send(sock, frames.pack_json(Kind.HELLO, {"magic": frames.MAGIC, "version": 1}))
@@ -147,7 +147,10 @@ def test_a_stub_of_another_version_learns_what_to_do(
 
 
 def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, doubling: Path) -> None:
-    """Stubs that die before their answers do not disturb others, in any order of the stub's end and the execution's end."""
+    """Stubs that die before their answers do not disturb other stubs.
+
+    It does not matter whether the connection or the execution ends first.
+    """
     other = Client(runtime, doubling)
     # The device's thread executes, so that both ends can happen at the same time.
     runtime.device.seconds = 0.01
@@ -160,7 +163,7 @@ def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, 
 
 
 def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Runtime, doubling: Path) -> None:
-    """If a stub dies, its requests end. Their memory is freed only after the device has used it."""
+    """If a stub dies, its requests end. Their memory is freed only after the device has finished with it."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     runtime.device.gate.clear()
     culprit.lane.submit([culprit.submission(id=i) for i in range(20)])
@@ -213,7 +216,7 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
 
 
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
-    """A peer that sends commands without reading the answers is disconnected, because each answer holds a descriptor."""
+    """A peer that sends commands and does not read the answers is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
     before = len(open_files())
@@ -265,9 +268,10 @@ def test_connections_without_end_wait_outside(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Connections get half of the descriptors. Further ones wait, and the log says which limit to raise.
+    """Connections may take half of the descriptors that are not reserved for other files.
 
-    Open connections are served. When one closes, a waiting connection takes its place.
+    Further connections wait, and the log says which limit to raise. Open connections are served. When one closes, a waiting
+    connection takes its place.
     """
     caplog.set_level("INFO")
     monkeypatch.setattr("rsrv.runtime.transport.resource.getrlimit", lambda of: (256 + 40, 256 + 40))

@@ -8,9 +8,9 @@ from rsrv.runtime.jax_environment import XlaFlagsError, check_xla_flags, drop_ja
 
 
 def test_variables_for_debugging_do_not_reach_jax() -> None:
-    """jax gets no debugging variables. JAX_DISABLE_JIT would fail all models, JAX_DEBUG_NANS each answer with a NaN.
+    """jax gets no debugging variables: JAX_DISABLE_JIT would fail all models, and JAX_DEBUG_NANS each answer with a NaN.
 
-    The choice of devices and XLA's flags stay.
+    Variables that select devices, and XLA's flags, stay.
     """
     environment = {
         "JAX_DISABLE_JIT": "1",
@@ -37,7 +37,7 @@ def test_variables_for_debugging_do_not_reach_jax() -> None:
 def test_flags_that_would_end_each_runtime_are_refused_with_the_reason(flags: str, reason: str) -> None:
     """Flags that XLA does not accept are refused with the reason.
 
-    XLA would end each runtime at its first compilation, and the models would stay cold.
+    With such flags, XLA would end each runtime at its first compilation, and no model would start.
     """
     with pytest.raises(
         XlaFlagsError, match=f"XLA_FLAGS in the environment of tritonserver cannot be used: {reason}"

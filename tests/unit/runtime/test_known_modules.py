@@ -76,12 +76,12 @@ print(counts()[0])
 
 @pytest.mark.long
 def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
-    """Executables that the cache has are loaded without lowering their modules. If an entry cannot be loaded, its module is compiled again.
+    """Executables in the cache are loaded without lowering their modules.
 
-    The answers are right in all cases.
+    If an entry of the cache cannot be loaded, its module is compiled again. The answers are right in all cases.
     """
     (tmp_path / "cache").mkdir(mode=0o700)
-    # Its modules have the signatures of `doubling`, so both share a placeholder.
+    # The modules of `tripling` have the signatures of `doubling`, so both models share a placeholder.
     tripling = tmp_path / "tripling"
     export_bundle(
         lambda params, x: {"y": 3 * x + params["w"]},
@@ -105,7 +105,7 @@ def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: P
 def test_known_modules_are_not_parsed(
     tmp_path: Path, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next runtime starts no process to parse known modules, and checks the bundle against the same signatures."""
+    """The next runtime starts no process to parse known modules, and gets the same signatures as the first runtime."""
     bundle = read_bundle(doubling)
     with closing(Inspector(KnownModules(tmp_path / "known"))) as inspector:
         first = check_signatures(bundle, inspector)

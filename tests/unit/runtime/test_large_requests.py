@@ -74,7 +74,7 @@ def test_small_requests_of_the_same_batch_are_answered_as_well(start_engine: Sta
 
 @pytest.fixture
 def collected_by_hand() -> Iterator[None]:
-    """Run a test without the garbage collector."""
+    """Run a test while the garbage collector is off."""
     gc.collect()
     gc.disable()
     try:
@@ -87,7 +87,7 @@ def collected_by_hand() -> Iterator[None]:
 def test_the_tensors_of_an_answered_request_are_free_at_once(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensors of a large request are freed at once after its answer, because it is in no cycle of references."""
+    """The tensors of a large request are freed at once after its answer, because the request is in no reference cycle."""
     made: list[weakref.ref[LargeRequest]] = []
     begin = LargeRequest.begin
 
@@ -162,7 +162,7 @@ def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) 
 
 
 def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: Engine) -> None:
-    """When its deadline passes, a large request ends once, although its first part still executes."""
+    """When the deadline of a large request passes, the request ends once, although its first part still executes."""
     request = hold_first_parts(runtime, engine, timeout_us=10**9)
     runtime.pass_time(2000.0)
     assert refused(answer_of(request), FakeError.UNAVAILABLE, "DEADLINE")
@@ -175,7 +175,10 @@ def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: En
 def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """If the first part of a large request is accepted, so are the others. Another request finds the queue full."""
+    """If the first part of a large request is accepted, all later parts are accepted, even if the queue is full.
+
+    Other requests are refused then.
+    """
     runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 2}\nstub: {in_place_ms: 0}"))
     engine = make_engine(runtime, doubling)
     large = hold_first_parts(runtime, engine)
@@ -186,7 +189,7 @@ def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
 
 
 def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, doubling: Path) -> None:
-    """With a limit of 5 rows, parts of 5 rows execute at size 8."""
+    """If an execution may have at most 5 rows, parts of 5 rows execute at size 8."""
     runtime = start_runtime(load_settings("models: {doubling: {max_batch_size: 5}}\nstub: {in_place_ms: 0}"))
     engine = make_engine(runtime, doubling)
     runtime.device.executed.clear()
@@ -197,7 +200,7 @@ def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, do
 def test_a_slow_answer_carries_the_number_of_its_first_part(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to a large request that was slow has the number of its first part, for `rsrv why`."""
+    """The answer to a slow large request has the number of the request's first part, for `rsrv why`."""
     monkeypatch.setattr(FakePbUtils, "InferenceResponse", NewResponse)
     monkeypatch.setattr("rsrv.stub.engine._SLOW_S", 0.0)
     engine = start_engine()
@@ -228,7 +231,7 @@ def test_operators_see_one_request_with_its_parts(runtime: Runtime, engine: Engi
 
 
 class CountingServer(Server):
-    """Counts the executions of each part, by the first element of its inputs."""
+    """A server that counts the executions of each part. A part is identified by the first element of its inputs."""
 
     def __init__(self, *arguments: Any) -> None:
         self.parts: Counter[float] = Counter()
@@ -252,7 +255,7 @@ def server(
 
 
 def send_hostile(server: Server) -> FakeRequest:
-    """Send a large request whose third part does not end by itself, and wait until that part executes."""
+    """Send a large request whose third part executes until the test ends it, and wait until that part executes."""
     x = ramp(ROWS, 1000)
     x[17] = HOSTILE
     request = FakeRequest({"x": x})
@@ -338,7 +341,7 @@ def test_a_call_with_many_rows_is_executed_in_parts(
 def test_a_buffer_that_is_filled_again_does_not_change_a_large_call_before(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """A run changes a buffer after a large call. All parts of the call have the inputs from before the change."""
+    """If a run changes a buffer after a large call, all parts of the call still have the inputs from before the change."""
 
     async def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
         buffer = inputs["x"].copy()
@@ -353,7 +356,10 @@ def test_a_buffer_that_is_filled_again_does_not_change_a_large_call_before(
 def test_a_call_that_keeps_many_rows_on_the_device_is_refused(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """Tensors on the device have no parts, and the text has the compiled sizes."""
+    """A call that keeps its output on the device is refused if its rows exceed the largest size.
+
+    Such a call cannot be divided into parts. The error has the compiled sizes.
+    """
 
     def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
         return {"y": call("b", {"x": call("a", inputs, keep_on_device=True)["y"]})["y"]}

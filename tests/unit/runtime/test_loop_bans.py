@@ -20,7 +20,7 @@ def slow(bans: LoopBans, seconds: float, *moments: float, model: str = "m") -> l
 
 
 def test_a_single_slow_execution_bans_nothing() -> None:
-    """A single slow execution, as on a CPU that was busy, bans nothing, and neither do fast executions."""
+    """A single slow execution, for example because the CPU was busy, bans nothing. Fast executions ban nothing either."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0) == [False, False]
@@ -30,7 +30,7 @@ def test_a_single_slow_execution_bans_nothing() -> None:
 
 
 def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> None:
-    """An execution that blocks the loop for long bans its model at once, because the next may do the same."""
+    """An execution that blocks the loop for seconds bans its model at once, because the next execution may do the same."""
     bans = LoopBans()
 
     assert slow(bans, 3.0, 5.0) == [True]
@@ -38,7 +38,7 @@ def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> 
 
 
 def test_slow_executions_in_a_row_ban_a_model_for_a_while() -> None:
-    """Three slow executions in a row ban that model for a while, and then the count starts again."""
+    """After three slow executions in a row, a model is banned for a while. Then the count starts again."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0, 2.0) == [False, False, True]
@@ -74,9 +74,9 @@ def test_a_model_that_comes_back_begins_without_slow_executions() -> None:
 def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
     doubling: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After three slow executions, the model is banned and a thread executes it, with a line of the log.
+    """After three slow executions, the model is banned: a thread executes it, and the log has one line.
 
-    When the ban ends, the loop executes the model again. Each execution takes 40 ms, and 0.1 ms are expected.
+    When the ban ends, the loop executes the model again. Each execution takes 40 ms instead of the expected 0.1 ms.
     """
     now = 0.0
 

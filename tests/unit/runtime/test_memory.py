@@ -34,14 +34,14 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Yield a launcher of a runtime that ends with a fake tritonserver."""
+    """Yield a launcher whose runtime ends together with a fake tritonserver."""
     # The path is not below tmp_path, because a socket's path may have at most 107 characters.
     home = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
-    # A spare would start after two quiet seconds, and take a socket.
+    # A spare would start after two seconds without a build, and take a descriptor for its socket.
     monkeypatch.setenv("RSRV_RUNTIME__SPARE", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
@@ -74,7 +74,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
 
 
 def at_rest(launcher: Launcher) -> Held:
-    """Return the runtime's numbers after all models and all connections for the status have ended."""
+    """Wait until all models and all status connections have ended, and return the runtime's numbers."""
     pid = read_status(launcher.server_pid)["pid"]
     wait_until(lambda: not read_status(launcher.server_pid)["models"], what="the models' end")
     return settled(lambda: held(pid))

@@ -64,7 +64,7 @@ def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, 
 
 
 def claim(token: int, value: float = 1) -> FakeRequest:
-    """Return a request with the token of a run, as a sub-call has it."""
+    """Return a request with a run's token, like a sub-call that the run sends through Triton."""
     return FakeRequest({"x": rows(1, value)}, parameters=with_token(token))
 
 
@@ -73,7 +73,7 @@ def claim(token: int, value: float = 1) -> FakeRequest:
 
 @both_kinds
 def test_calls_through_triton_give_the_same(start_through: StartThrough, run: Run) -> None:
-    """Calls through Triton give the same results; each run has a token of its own, which ends with it."""
+    """Calls through Triton give the same results. Each run has its own token, which becomes invalid when the run ends."""
     engine, triton = start_through(run)
     for n in range(20):
         (answer,) = ask(engine, request(1 + n % 8, n))
@@ -137,7 +137,7 @@ def test_failures_are_told_in_the_same_words_on_both_ways(
     code: str,
     text: str,
 ) -> None:
-    """With both transports, a callee's refusals and the exceptions of its hooks have the same code and text."""
+    """With both transports, the client gets the same code and text if a callee refuses the call or its hook raises."""
     runtime = start_runtime(load_settings(f"meta: {{transport: {transport}}}"))
     engines = {"a": model_engine(runtime, doublings["a"], hooks, internal=True)} if transport == "bls" else {}
     engine = start_meta(
@@ -175,7 +175,7 @@ def test_calls_through_triton_have_their_runs_deadline(
 def test_an_internal_model_serves_running_meta_models_only(
     runtime: Runtime, start_through: StartThrough
 ) -> None:
-    """An internal model answers only requests with the token of a running run."""
+    """An internal model answers only requests with the token of a run in progress."""
     pause = Pause()
 
     engine, triton = start_through(stopping(pause))

@@ -49,7 +49,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
 ) -> None:
     """A sub-call is executed before waiting requests of other models.
 
-    Waiting requests of its own model share its execution.
+    Waiting requests for the called model share the execution.
     """
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
@@ -62,7 +62,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     pause.reached()
     runtime.device.gate.clear()
     log.entries.clear()
-    # The first request for d executes. Two for d wait, which are the most urgent ones, and two for b.
+    # The first request for d executes. Two urgent requests for d wait, and two requests for b.
     requests = [request(8, 9), request(8, 9, 10, priority=1), request(8, 9, 10, priority=1)]
     threads = [send(d, *requests)]
     runtime.device.gate.wait_until_held()
@@ -86,7 +86,10 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
 def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path]
 ) -> None:
-    """Only the oldest of many parallel calls is executed before other requests, so that these are not blocked by all of the calls."""
+    """Of many parallel calls, only the oldest is executed before other requests.
+
+    Otherwise the other requests would wait for all of the calls.
+    """
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
     configure(runtime, {"discipline": "fifo"})
@@ -155,9 +158,9 @@ def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, star
 def test_runs_are_answered_whether_in_place_or_later(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """After some runs have been measured, short runs are answered in place. Slow ones are answered later."""
-    # The limit is so long that runs are short even on a busy machine. A run that was not measured yet is expected to
-    # take 200 ms.
+    """After some runs were measured, `execute` returns the answers of short runs. Slow runs are answered later."""
+    # The limit is so long that runs stay below it even on a busy machine. A run that was not measured yet is expected
+    # to take 200 ms.
     runtime = start_runtime(load_settings("stub: {in_place_ms: 150}"))
     engine = start_meta(runtime, chain)
     ways: list[bool] = []

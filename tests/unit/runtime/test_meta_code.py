@@ -99,7 +99,7 @@ BAD: dict[str, Run] = {
 def test_user_code_that_goes_wrong_fails_its_request_only(
     runtime: Runtime, start_meta: StartMeta, bad: Run
 ) -> None:
-    """A run that raises, exits or returns a wrong result fails its request; details go to the log only."""
+    """A run that raises, exits or returns a wrong result fails only its own request. Details appear only in the log."""
     awaits = asyncio.iscoroutinefunction(bad)
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_user_code_that_goes_wrong_fails_its_request_only(
 
 
 def test_unawaited_calls_end_before_the_next_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """The calls that a run has not awaited end before the next run, and do not mix with its answers."""
+    """Calls that a run has not awaited end before the next run begins, and the next run does not get their results."""
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:

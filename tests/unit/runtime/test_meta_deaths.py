@@ -63,7 +63,7 @@ class Deaths:
         self.runtime.stop()
 
     def die_in_a_call(self) -> None:
-        """Wait until the device, which is held, executes, and then let the runtime die."""
+        """Let the runtime die during an execution. The device's gate must be clear."""
         self.runtime.device.gate.wait_until_held()
         self.die()
         self.runtime.device.gate.set()
@@ -87,7 +87,7 @@ def deaths(start_runtime: StartRuntime) -> Deaths:
 
 @both_kinds
 def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: StartMeta, run: Run) -> None:
-    """After a runtime's death, runs in a call and runs that wait for admission are all answered once and correctly."""
+    """After a runtime's death, runs that wait for a call or for admission are all answered, once and correctly."""
     engine = start_meta(deaths.runtime, run)
     requests = [request(value=n) for n in range(5)]
     deaths.runtime.device.gate.clear()
@@ -107,7 +107,10 @@ def test_runs_in_a_call_go_on_in_the_next_runtime(deaths: Deaths, start_meta: St
 def test_the_memory_of_a_dead_runtimes_calls_is_freed_with_them(
     deaths: Deaths, start_meta: StartMeta, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a death, the memory of lost calls and connections is freed without a garbage collection, because it is scarce."""
+    """After a death, the memory of lost calls and connections is freed without a garbage collection.
+
+    Shared memory is scarce, so it must not wait for a collection.
+    """
     collect = gc.collect
     collect()
     gc.disable()
@@ -157,7 +160,10 @@ def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta
 def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     deaths: Deaths, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime dies just after it has admitted a run, which has no connection yet. The run begins in the next runtime."""
+    """A runtime dies just after it has admitted a run, before the run has a connection.
+
+    The run begins in the next runtime.
+    """
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
@@ -210,9 +216,9 @@ def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_
 def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
     start_runtime: StartRuntime, start_meta: StartMeta, tmp_path: Path, kind: str
 ) -> None:
-    """A bundle is exchanged while its runtime dies.
+    """During a call, the callee's bundle is replaced, and then the runtime dies.
 
-    The call is repeated with the new version, or refused if it does not fit.
+    The call is repeated with the new version, or refused if its inputs do not fit the new version.
     """
     bundle, columns = tmp_path / "callee", 5 if kind == "other columns" else 3
 
@@ -251,7 +257,10 @@ def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
 def test_a_run_goes_on_at_the_other_device(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """If a device's runtime dies, a run continues on the other device at once, and takes its tensors there."""
+    """If a device's runtime dies, a run continues on the other device at once.
+
+    Results that it already has are sent to the other device.
+    """
     pause, runtimes = Pause(), list[Runtime]()
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
@@ -296,7 +305,7 @@ def test_a_run_goes_on_at_the_other_device(
 def keeping(pause: Pause, begun: list[float]) -> Run:
     """Return a run like `stopping` that keeps the first result on the device.
 
-    It adds its input to `begun` when it begins.
+    When it begins, it appends its input to `begun`.
     """
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -331,7 +340,7 @@ def test_a_run_whose_tensor_is_gone_fails_with_the_reason(deaths: Deaths, start_
 def outlive(
     client_request: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int
 ) -> None:
-    """Execute a request that pauses. Its runtime dies in each pause except the last one. The deaths are 1,000 s apart."""
+    """Execute a request whose runtime dies in each of the first `times` pauses. The deaths are 1,000 s apart."""
     passed = [0.0]
     engine._process.front._clock = lambda: time.monotonic() + passed[0]
     assert engine.execute([client_request]) is None
@@ -345,9 +354,9 @@ def outlive(
 
 
 def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
-    """A restartable run begins again after each death with its inputs, and is answered correctly.
+    """After each death, a restartable run begins again with its inputs. It is answered correctly.
 
-    The time between two deaths is no part of the wait for a runtime.
+    The time between two deaths does not count as waiting for a runtime.
     """
     pause, begun = Pause(), list[float]()
     engine = start_meta(deaths.runtime, keeping(pause, begun), restartable=True)
@@ -361,9 +370,9 @@ def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, star
 def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
-    """A restartable run that uses the tensor of another run fails and is not repeated.
+    """A restartable run fails, and does not begin again, if it uses a tensor of another run that a death has lost.
 
-    The tensor would be missing each time, because its own runtime did not die.
+    The tensor would be missing each time. The runtime of the run itself is alive.
     """
     tensors: list[Any] = []
 
@@ -386,7 +395,10 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
 
 
 def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, start_meta: StartMeta) -> None:
-    """A run that was in progress at two deaths fails. A later run with its inputs fails at once, and others are served."""
+    """A run that was in progress at two deaths fails.
+
+    A later run with equal inputs fails at once, and other runs are served.
+    """
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     # The answer must not begin with a zero byte, because memory without an answer does: this device still writes the
@@ -414,9 +426,9 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
 def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
-    """After a death, the calls of a run that may have caused it execute alone, so that another death blames only this run.
+    """After a death, the calls of a run that may have caused the death execute alone.
 
-    Calls of other runs share the device.
+    So a second death blames only this run. Calls of other runs share the device.
     """
     pause, box = Pause(), BlackBox()
     engine = start_meta(deaths.runtime, stopping(pause))
@@ -438,7 +450,7 @@ def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
 
 
 def test_a_run_waits_for_retry_s_after_each_death(deaths: Deaths, start_meta: StartMeta) -> None:
-    """After each death, a run waits for a runtime for `retry_s`. The time between two deaths is no part of this."""
+    """After each death, a run waits up to `retry_s` for a runtime. The time between two deaths does not count."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -464,7 +476,7 @@ def test_a_run_waits_no_longer_than_its_request(
     kind: str,
     pass_stub_time: Callable[[float], None],
 ) -> None:
-    """A run's wait for the next runtime ends with its deadline, its cancellation, its model's unload, or after `retry_s`."""
+    """A run stops waiting for a runtime at its deadline, after `retry_s`, or when it is cancelled or its model is unloaded."""
     deaths = Deaths(start_runtime, "stub: {retry_s: 0.2}" if kind == "retry_s" else "stub: {retry_s: 60}")
     engine = start_meta(deaths.runtime, run)
     client_request = request(timeout=1000 if kind == "deadline" else 0)
@@ -495,9 +507,9 @@ def test_a_run_waits_no_longer_than_its_request(
 def test_calls_through_triton_are_repeated(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: Any, run: Any
 ) -> None:
-    """If a runtime dies, the callee's stub refuses the run's call through Triton.
+    """If a runtime dies during a run's call through Triton, the callee's stub refuses the call.
 
-    The run enters the next runtime and calls again.
+    The run enters the next runtime and sends the call again.
     """
     deaths = Deaths(start_runtime, "meta: {transport: bls}")
     engines = {name: model_engine(deaths.runtime, doublings[name], internal=True) for name in "ab"}

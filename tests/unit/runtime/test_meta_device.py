@@ -31,7 +31,10 @@ from tests.waiting import wait_until
 
 
 def hold_device(runtime: Runtime, plain: Engine) -> Any:
-    """Hold the device with a plain request until its gate opens. Return the thread that waits for the answer."""
+    """Hold the device with a plain request, until the test opens the device's gate.
+
+    Return the thread that waits for the answer.
+    """
     runtime.device.gate.clear()
     thread = send(plain, request())
     runtime.device.gate.wait_until_held()
@@ -60,7 +63,7 @@ def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: Star
 def test_runs_whose_rows_share_an_output_keep_their_own(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """Runs that share an execution continue with their own rows of its output, together or alone."""
+    """Two runs share an execution. Each run continues with its own rows of the output, in a shared execution or alone."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def test_rows_from_the_host_and_the_device_share_an_execution(
 
 
 def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta: StartMeta) -> None:
-    """When a run drops a handle, its tensor is freed on the device with the next call at the latest."""
+    """When a run drops a handle, the device frees the handle's tensor at the run's next call at the latest."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -147,7 +150,8 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
     engine = start_meta(runtime, run)
     thread = send(engine, request(3))
     pause.reached()
-    # The runtime keeps outputs of size 4: that of the last call, and that of the call before, until the next call tells it.
+    # The runtime keeps at most two outputs of size 4: that of the last call, and that of the call before. The stub has dropped
+    # the second one, and reports this with its next call.
     assert status_of()["kept_bytes"] <= 2 * 4 * 3 * 4
     pause.go()
     pause.reached()
@@ -158,7 +162,7 @@ def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta:
 
 
 def test_a_handle_does_not_outlive_its_request(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A handle that a run stores is not valid in the next run, whose error says this."""
+    """If a run stores a handle and the next run uses it, the next run fails with an error that says this."""
     stored: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def test_calls_with_kept_inputs_are_tried_again_when_memory_runs_out(
 
 
 def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMeta) -> None:
-    """If a run keeps more than half of the device's slack, its call gets QUEUE_FULL, unless it drops handles before."""
+    """If a run would keep more than half of the device's slack, its call gets QUEUE_FULL. Dropping handles avoids this."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         outputs: list[Any] = []
@@ -262,7 +266,7 @@ def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta
 
 @pytest.mark.parametrize("misuse", ["result", "numpy"])
 def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misuse: str) -> None:
-    """A run that returns a handle, or computes with it, fails its request with an error that refers to the log."""
+    """If a run returns a handle or computes with it, its request fails with an error that refers to the log."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         tensor = call("a", inputs, keep_on_device=True)["y"]

@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Abandon calls 10 ms after their deadline."""
+    """Make the stub abandon calls 10 ms after their deadline."""
     monkeypatch.setattr("rsrv.stub.calls.GRACE_NS", 10_000_000)
     monkeypatch.setattr("rsrv.stub.direct.GRACE_NS", 10_000_000)
 
@@ -54,7 +54,10 @@ def test_a_deadline_may_be_as_far_away_as_it_likes(
 def test_a_run_that_waited_leaves_though_its_stage_outlasts_its_deadline(
     start_runtime: StartRuntime, start_meta: StartMeta, short_grace: None
 ) -> None:
-    """A run that has waited ends at its deadline, although its call still executes. Its place is free for the next run."""
+    """A run that had to wait for admission ends at its deadline, although its call still executes.
+
+    Its place is free for the next run.
+    """
     runtime, pause = start_runtime(load_settings("scheduler: {meta_concurrency: 1}")), Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def test_scratch_is_nothing_that_the_runtime_may_still_write_to(
         )
         return {"y": sum(buffers) / len(buffers)}
 
-    # The call reads the clock again soon, and the run's late answer is sent.
+    # The call soon notices that the deadline has passed, and the late answer of the run is still sent.
     monkeypatch.setattr("rsrv.stub.direct._MAX_WAIT_S", 0.05)
     monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 1e6)
     engine = start_meta(runtime, run, "a")
@@ -125,7 +128,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(runtime: Runtime, start_m
 def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """`call` fails after the end of its run and in another thread, without an effect on the current run."""
+    """`call` fails if it is used after the end of its run or in another thread. The current run is not affected."""
     old: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -156,7 +159,10 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
 def test_an_async_run_that_goes_on_without_the_runtime_does_not_spin(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """A run's event loop does not watch a lost connection, which is always readable, so it does not spin."""
+    """If the runtime ends during an async run, the run's event loop stops watching the lost connection.
+
+    A lost connection is always readable, so the event loop would use all of a CPU.
+    """
 
     async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         await call("a", inputs)
@@ -189,7 +195,10 @@ async def failing_awaits(inputs: dict[str, Any], call: Any) -> Any:
 
 @pytest.mark.parametrize("run", [failing_call, failing_calls, failing_await, failing_awaits])
 def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """The tensors of a failed call are freed without the garbage collector, which does not know how large they are."""
+    """The tensors of a failed call are freed without a garbage collection.
+
+    The garbage collector does not know how large they are, and might run much later.
+    """
     engine = start_meta(runtime, run)
     runtime.device.fail = "told to"
     gc.collect()
@@ -208,7 +217,7 @@ def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartM
 
 
 def test_a_large_buffer_goes_with_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
-    """A large scratch buffer is freed after its run, because its connection may stay unused for long."""
+    """A large scratch buffer is freed after its run, because the connection that holds it may stay unused for long."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffer = call.scratch((1 << 26, 3), "f4")

@@ -61,7 +61,7 @@ def test_the_deadline_passes_between_stages(
 def test_the_deadline_passes_while_a_call_waits(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, run: Run
 ) -> None:
-    """If the deadline passes while a call waits in the queue, the call and its run end there."""
+    """If the deadline passes while a call waits in the queue, the call and its run end at once."""
     engine, plain = start_meta(runtime, run), start_engine()
     runtime.device.gate.clear()
     other = request()
@@ -86,9 +86,9 @@ def test_the_deadline_passes_in_a_stage(
     long_grace: None,
     pass_stub_time: Callable[[float], None],
 ) -> None:
-    """An execution in progress at the deadline is not interrupted.
+    """An execution that is in progress at the deadline is not interrupted.
 
-    Its run ends before the next stage, or is answered after the last one.
+    After it, the run ends before its next stage. After its last stage, the run is still answered.
     """
     engine = start_meta(runtime, run)
     for stage, code in ((0, FakeError.UNAVAILABLE), (1, None)):
@@ -141,7 +141,7 @@ def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, st
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """A run that calls models without end fails at its next call after the client has left."""
+    """If a client has left, its run fails at the next call, even if it would call models without end."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def test_external_models_are_called_through_triton(runtime: Runtime, start_meta:
 def test_a_hook_of_a_stage_that_fails_is_named(
     runtime: Runtime, start_meta: StartMeta, run: Run, hooks: Hooks, which: str
 ) -> None:
-    """A stage's hook that returns a wrong result fails the request with its name."""
+    """If a stage's hook returns a wrong result, the request fails with an error that names the stage and the hook."""
     engine = start_meta(runtime, run, hooks={"b": hooks})
 
     (answer,) = ask(engine, request())
@@ -255,7 +255,7 @@ def test_a_hook_of_a_stage_that_fails_is_named(
 def test_of_several_the_first_failure_is_told_when_all_have_ended(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """If several parallel calls fail, the run gets the first failure after all of them have ended."""
+    """If several parallel calls fail, the run gets the first failure, but only after all calls have ended."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:

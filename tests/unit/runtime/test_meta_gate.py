@@ -29,7 +29,7 @@ from tests.waiting import wait_until
 
 
 def chained(value: float) -> float:
-    """Return what `stopping` computes."""
+    """Return the value that the run `stopping` computes for `value`."""
     return 2 * (2 * value + 1) + 2
 
 
@@ -64,7 +64,7 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
 
 
 def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Runs in progress that wait for a paused callee leave their places to runs of other meta models."""
+    """While a callee is paused, runs that wait for it take no place, so runs of other meta models are admitted."""
     pause = Pause()
 
     def held(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -142,7 +142,10 @@ def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_met
 
 @pytest.fixture
 def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Callable[[], None]]:
-    """Return a meta model with two runs in progress, their pause, and a function that ends the runs and checks their answers."""
+    """Fill both places with paused runs of a meta model.
+
+    Return the meta model, the pause, and a function that ends the runs and checks their answers.
+    """
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     inside = [request(value=n) for n in range(2)]
@@ -179,7 +182,7 @@ def test_waiting_ends_at_the_deadline(
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
     full: tuple[MetaEngine, Pause, Callable[[], None]],
 ) -> None:
-    """A cancelled request that waits for admission ends at once, and its run is not called."""
+    """If a request is cancelled while it waits for admission, it ends at once, and its run is not called."""
     engine, pause, end = full
 
     gone = request()
@@ -259,7 +262,10 @@ def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMe
 def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """If runs of another meta model wait on a device, the device looks busy to a stub, which then prefers another device."""
+    """If runs of one meta model wait on a device, the stub of another meta model regards the device as busy.
+
+    The stub then prefers another device.
+    """
     runtime, pause = start_runtime(devices=2), Pause()
     other = start_meta(runtime, stopping(pause), name="other")
     pause.go()

@@ -27,7 +27,7 @@ from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double
 from tests.unit.runtime.metas import FakeCallees, answer_of, assert_fails, assert_y, memory_of, model_engine
 from tests.waiting import wait_until
 
-#: By model: what it adds to twice its input.
+#: A model computes twice its input plus this number. By model name.
 MODELS = {name: n for n, name in enumerate("abcd", 1)}
 LARGEST = 8
 
@@ -85,7 +85,8 @@ class Drop:
 
 Step = One | Many | Refused | Buffer | Part | Plus | Drop
 Program = list[Step]
-#: What a program asks for, and its arguments. The answer is y of a result, several of them, or a buffer.
+#: A kind of request of a program, and its arguments. The program then gets the output y of a call, several such outputs, or a
+#: buffer.
 Want = tuple[str, Any]
 
 
@@ -142,7 +143,7 @@ def model(name: str, x: Array, *, keep: bool = False) -> Array:
 def expected(program: Program, x: Array, *, bls: bool) -> Array:
     """Compute a program's answer with numpy.
 
-    Raises TooLarge if a call keeps too many rows. With `bls`, no call keeps any.
+    Raises TooLarge if a call keeps too many rows on the device. With `bls`, calls keep no rows on the device.
     """
     running = execute(program, x)
     answer: Any = None
@@ -220,7 +221,7 @@ def slowly(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
 
 
 class House:
-    """Three meta models, the last of which is asynchronous, and a plain model. The tests exchange the programs."""
+    """Three meta models and a plain model. The third meta model is asynchronous. The test sets the programs."""
 
     def __init__(
         self, runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], *, bls: bool

@@ -44,7 +44,10 @@ def models() -> dict[str, Any]:
 def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, bad: str
 ) -> None:
-    """If a callee is broken, all stubs of its meta model get the reason. A callee that another meta model has stays."""
+    """If a callee is broken, all stubs of its meta model get the reason.
+
+    The other callees are unloaded, unless another meta model calls them.
+    """
     both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b", "c"])
     calls = {n: broken_bundle(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
@@ -74,7 +77,7 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
 def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """If a stub leaves while its callees are built, they are dropped, except one that another stub needs."""
+    """If a stub leaves while its callees are built, the callees are dropped, except a callee that another stub needs."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b"])
     runtime.device.compiles.clear()
@@ -98,7 +101,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
 def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A meta model comes back while its callees still leave. They are built again, and it is served."""
+    """A meta model registers again while its callees drain. They are built again, and the meta model is served."""
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     calls = {name: doublings[name] for name in "ab"}
     runtime.device.seconds = 0.01  # The device's thread executes.

@@ -19,7 +19,7 @@ from tests.unit.runtime.metas import ask, assert_fails, assert_y, request, rows
 
 
 def linear(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Compute outputs that are twice the sum of all inputs, plus a weight of their own."""
+    """Compute one output for each weight: twice the sum of all inputs, plus this weight."""
     total = np.asarray(sum(inputs[1:], inputs[0]))
     return [(2 * total + weight).astype(total.dtype) for weight in weights]
 
@@ -31,7 +31,10 @@ def export_linear(
     outputs: int = 1,
     **options: Any,
 ) -> Path:
-    """Export `linear`: outputs y, y1, ... with the weights 1, 2, ...; sizes 1 and 4 by default."""
+    """Export a bundle that computes `linear`.
+
+    The outputs are y, y1, ... with the weights 1, 2, ... By default, the sizes are 1 and 4.
+    """
     names = [f"y{i or ''}" for i in range(outputs)]
     export_bundle(
         lambda params, **xs: {name: (2 * sum(xs.values()) + params[name]).astype(dtype) for name in names},
@@ -87,7 +90,7 @@ def test_models_of_several_tensors(
 
     engine = start_meta(runtime, run, ["two"], bundles=models)
     (answer,) = ask(engine, request(count, 2))
-    # The outputs of the three calls for x = 2: 11 and 12, 47 and 48, and 193 as y.
+    # For x = 2, the first call returns 11 and 12, the second one 47 and 48, and the third one 193 as y.
     assert_y(answer, rows(count, 193))
 
 
@@ -110,7 +113,7 @@ def test_inputs_of_different_numbers_of_rows_do_not_go_together(
 def test_a_batch_axis_in_the_middle(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
 ) -> None:
-    """Rows along axis 1 can be padded or not, and kept on the device or not."""
+    """Axis 1 can be the batch axis, with and without padding, for tensors on the host and on the device."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = np.arange(6 * count, dtype=np.float32).reshape(3, count, 2)
@@ -180,7 +183,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
 def test_a_meta_model_may_return_other_rows_if_it_has_no_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """A meta model without a batch axis, whose axes have size -1, may return any number of rows."""
+    """A meta model without a batch axis may return another number of rows than it got, if the axis has size -1."""
     client = """
 client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
@@ -241,7 +244,7 @@ def test_scalars_per_row(
 def test_variants_are_chosen_by_shape(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """The shape of an input selects the variant, also if it is a handle. An unknown shape is refused."""
+    """The shape of an input selects the variant, whether the input is an array or a handle. An unknown shape is refused."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         x = inputs["x"]
@@ -266,7 +269,7 @@ def test_variants_are_chosen_by_shape(
 def test_no_rows_need_no_device(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
 ) -> None:
-    """Empty requests and calls give empty results without an execution, also kept ones."""
+    """Empty requests and calls give empty results without an execution, whether the results are kept or not."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         empty = call("one", {"x": inputs["x"][:0]}, keep_on_device=keep)["y"]

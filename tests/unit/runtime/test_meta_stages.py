@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 
 class FromFirst(Replicas):
-    """A model whose runs always begin on device 0, also after a death, and call `b` on device 1."""
+    """A model whose runs always begin on device 0, even after a death, and call `b` on device 1."""
 
     def live(self) -> ModelReplica[Any] | None:
         return self._replicas[0]
@@ -65,7 +65,7 @@ class StagedMeta:
         self.replicas.load()
 
     def start_runtime(self, device: int) -> Runtime:
-        """Start a runtime of a device: the first one, or the next one after its end."""
+        """Start a device's first runtime, or the next one after its runtime has ended."""
         runtime = self._start(load_settings("scheduler: {meta_concurrency: 4}"), devices=2)
         # The next runtime takes the socket's path, so this runtime's socket is renamed.
         runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
@@ -95,7 +95,8 @@ def staged(
 def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) -> None:
     """Each call is executed on its model's device.
 
-    A result that was to stay on the device reaches the other one through the host.
+    A result that the next call needs on another device is passed through the host, even if the run asked to keep it on the
+    device.
     """
     before = [len(runtime.device.executed) for runtime in staged.runtimes]
     for value in range(5):
@@ -128,7 +129,7 @@ def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
 
 
 def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -> None:
-    """More runs than places on two devices do not block each other, because all enter the devices in the same order."""
+    """More runs than places on two devices do not deadlock, because all runs enter the devices in the same order."""
     requests = [request(1, value) for value in range(20)]
 
     assert staged.engines[0].execute(requests) is None
@@ -139,7 +140,10 @@ def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_run_by_stage_outlives_one_of_its_runtimes(staged: StagedMeta, device: int) -> None:
-    """If one device's runtime dies, a run leaves the other device as well, and enters both again when there is a next runtime."""
+    """If one device's runtime dies, a run leaves the other device as well.
+
+    The run enters both devices again when the next runtime has started.
+    """
     requests = [request(1, value) for value in range(6)]
     staged.runtimes[device].device.gate.clear()
     assert staged.engines[0].execute(requests) is None

@@ -94,7 +94,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
 
 
 def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A slow request's time in the stub, before and after the runtime, arrives with the stub's next report."""
+    """The time that a slow request spent in the stub, before and after the runtime, is in the stub's next report."""
     entered = []
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
     began = time.monotonic()
     with reporting(engine), Operator(runtime) as operator:
         ask(engine, FakeRequest({"x": ramp(2)}))
-        # Another request in the report has the same number, because numbers are only unique on a connection.
+        # The report also has a request of another connection with the same number. Numbers are unique only on a connection.
         engine.meters.answered(Status.OK, time.perf_counter(), 0)
         end_s = time.monotonic()
 
@@ -168,7 +168,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
 
 def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A stub's report changes the model's record, because the runtime does not see requests that end in the front."""
+    """A stub's report changes the model's record. It has requests that ended in the stub, which the runtime does not see."""
     a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     since = read_status(os.getpid())["next"]
     with reporting(a):
@@ -224,9 +224,10 @@ def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: 
 def test_an_import_counts_until_its_connection_says_otherwise(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """An import of model.py is reported with its seconds and its line, until a report without it, or until its connection closes.
+    """The runtime reports an import of model.py with its seconds and its line.
 
-    Until then, the status says that the model waits for the import.
+    It stops when the connection that announced the import sends a report without it, or closes. Until then, the status says
+    that the model waits for the import.
     """
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment

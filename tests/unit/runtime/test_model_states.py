@@ -37,7 +37,10 @@ class Feed:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(LifecycleEvent)), max_size=30))
 def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, LifecycleEvent]]) -> None:
-    """Only events of the table change a model's state, and the catalog's sets of keys follow. All other events raise."""
+    """A model's state changes only with the events of the transition table. All other events raise an error.
+
+    The catalog's sets of keys follow the states.
+    """
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     states: dict[str, LifecycleState] = {}
@@ -61,7 +64,7 @@ def test_a_life_goes_on_by_the_table_or_not_at_all(events: list[tuple[str, Lifec
 
 
 def test_an_illegal_event_raises_with_the_models_history() -> None:
-    """An illegal event raises an error that has the events before it."""
+    """The error for an illegal event lists the earlier events of the model."""
     feed: Any = Feed()
     catalog = Catalog(Policy(load_settings()), cast(StateFeed, feed))
     catalog.add("a@1", "a", "digest")

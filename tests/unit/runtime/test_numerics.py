@@ -89,7 +89,7 @@ def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> Non
 
 
 def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
-    """A product with a wrong element or NaN shows nothing, so the probe's result is "indeterminate"."""
+    """If the product has a wrong element or NaN, the probe's result is "indeterminate"."""
     ones = np.ones((512, 512), np.float32)
     for value in (2, np.nan, 0):
         wrong = ones.copy()
@@ -145,9 +145,9 @@ def test_f32_holds_where_the_default_is_tf32() -> None:
 
 @pytest.mark.parametrize(("bits", "how"), [(10, "tf32"), (16, "indeterminate")])
 def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) -> None:
-    """With `f32`, a device that rounds although a module requests f32 is refused.
+    """With `f32`, a device is refused if it rounds even where a module requests f32.
 
-    The error calls it a fault of the driver.
+    The error calls this a fault of the driver.
     """
     with pytest.raises(
         DeviceError, match=f"multiplies in {how} where a module requests f32: a fault of the driver"
@@ -267,7 +267,10 @@ W = np.array([[1, 2, 3], [0, 1, 4], [5, 6, 0]], np.float32)
 def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
     numerics: Numerics, expected: Precision, products: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU, a requested TF32 algorithm is removed, or made f32. The model and the log have the resulting precision."""
+    """On a CPU, a TF32 algorithm that a module requests is removed, or replaced by f32.
+
+    The model and the log have the resulting precision.
+    """
     caplog.set_level(logging.INFO)
     device = JaxDevice("cpu", numerics="auto")
 
@@ -278,7 +281,7 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
     assert model.weights is not None
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     (y,), _ = run(device, model.executables[0, 4], model.weights, [x])
-    np.testing.assert_array_equal(y, x @ W @ W)  # small integers, exact in any precision
+    np.testing.assert_array_equal(y, x @ W @ W)  # The integers are so small that any precision is exact.
 
 
 def test_the_module_of_another_setting_is_another_executable(products: Path) -> None:

@@ -1,4 +1,4 @@
-"""Executions that are launched ahead: the device gets the next one early, and results are not mixed up."""
+"""Executions that are launched ahead: the device gets the next execution early, and results are not mixed up."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 def in_depth(depth: int) -> Settings:
-    """Settings without waiting in execute(), and with this depth."""
+    """Return settings with this depth. With them, execute() does not wait for answers."""
     return load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0, retry_s: 0}}")
 
 
@@ -100,7 +100,7 @@ def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Run
 
 
 def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Engine) -> None:
-    """No more executions are launched than the depth allows; later requests share the third."""
+    """With depth 2, two executions are launched. Later requests wait until one of these executions has ended."""
     runtime.device.gate.clear()
     launched = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in launched:
@@ -133,7 +133,7 @@ def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine
 
 
 def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:
-    """A launched request is answered even if its client has left. A waiting one ends at once."""
+    """A launched request is answered even if its client has left. A waiting request whose client leaves ends at once."""
     runtime.device.gate.clear()
     launched = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in launched:
@@ -158,7 +158,8 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
         launch(runtime, engine, FakeRequest({"x": ramp(1, i)}))
 
     engine.close()
-    wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of the status request
+    # The only connection is that of the status request.
+    wait_until(lambda: read_status(os.getpid())["connections"] == 1)
     assert runtime.device.resident == 1
     runtime.device.gate.set()
 
@@ -215,10 +216,12 @@ serve_on_jax(*sys.argv[1:])
 
 @pytest.mark.long
 def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
-    """jax answers 200 random batches correctly, launched one and two at a time on an asynchronous CPU. The arithmetic is exact.
+    """On an asynchronous CPU, jax answers 200 random batches correctly, launched one or two at a time.
 
-    The reported seconds of three executions that are launched together add up to no more than the elapsed time, in
-    whatever order they are read.
+    The arithmetic is exact.
+
+    For three executions that are launched together, the reported seconds add up to no more than the elapsed time, in whatever
+    order they are read.
     """
     rng = np.random.default_rng(1)
     export_bundle(
@@ -243,7 +246,10 @@ def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
 
 
 def serve_on_jax(path: str) -> None:
-    """Print how many of 200 batches are right at depth 1 and 2, and whether seconds add up. This runs in its own process."""
+    """Print how many of 200 batches are right at depth 1 and 2, and whether the reported seconds add up.
+
+    This runs in its own process.
+    """
     device = JaxDevice("cpu", asynchronous_cpu=True)
     assert device.asynchronous
     model = build_here(path, device)
@@ -293,7 +299,7 @@ def right_answers(model: CompiledModel, device: Device, product: Array, depth: i
 def lay_out(
     model: CompiledModel, number: int, size: int, rng: np.random.Generator, seconds: float = 1.0
 ) -> Dispatch:
-    """Return a dispatch of at most `size` requests of one row with random inputs. It is expected to take `seconds`."""
+    """Return a dispatch of at most `size` requests of one row with random inputs. `seconds` is its expected duration."""
     (variant,) = model.interface.variants
     count = int(rng.integers(1, size + 1))
     stride = 2 * variant.inputs.places[1].nbytes

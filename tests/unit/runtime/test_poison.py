@@ -149,7 +149,7 @@ def test_a_hook_that_writes_into_its_inputs_gets_them_again_as_they_were_sent(se
 
 
 def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Server) -> None:
-    """The next runtime has a shorter queue. It refuses no waiting request, because the killed runtime had accepted them."""
+    """If the next runtime has a shorter queue, it still accepts all requests that the killed runtime had accepted."""
     hostile, others = request(HOSTILE), [request(n) for n in range(10)]
     assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)
@@ -166,7 +166,10 @@ def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Se
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> None:
-    """A hostile request fails after it has ended two runtimes. All others are answered, and its model is blamed once."""
+    """A hostile request fails after it has ended two runtimes. All other requests are answered.
+
+    The crash history has one entry, which blames the model of the hostile request.
+    """
     hostile, others, strangers = (
         request(HOSTILE),
         [request(n) for n in range(5)],
@@ -190,7 +193,10 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: Server) -> 
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Server, rows: int) -> None:
-    """If inputs are answered after a death, this death is forgotten, also if they are a part of a large request."""
+    """If a request is answered after a runtime died with it, its inputs are no longer suspected.
+
+    This also holds for a part of a large request.
+    """
     x = np.zeros((rows, 3), np.float32)
     x[0] = HOSTILE
     client_request, front = FakeRequest({"x": x}), server.hostile._process.front
@@ -207,9 +213,9 @@ def test_inputs_that_were_answered_after_a_death_are_as_good_as_new(server: Serv
 
 
 def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(server: Server) -> None:
-    """After a hostile request has failed, a request with its inputs is refused.
+    """After a hostile request has failed, a later request with its inputs is refused.
 
-    Another one in the same batch is answered.
+    Another request in the same batch is answered.
     """
     hostile = request(HOSTILE)
     assert server.hostile.execute([hostile]) is None
@@ -229,9 +235,9 @@ def test_a_client_that_repeats_its_hostile_request_ends_no_further_runtime(serve
 def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
     server: Server, pass_stub_time: Callable[[float], None]
 ) -> None:
-    """A hostile request ends at its deadline while its runtime hangs. If a client sends its inputs again, they are executed alone.
+    """A hostile request ends at its deadline while its runtime hangs, and its client sends the same inputs again.
 
-    When they have ended a second runtime, this request fails.
+    The second request is executed alone. When it has ended a second runtime, it fails.
     """
     late = FakeRequest({"x": np.full((1, 3), HOSTILE, np.float32)}, timeout_us=10**9)
     assert server.hostile.execute([late]) is None
@@ -256,7 +262,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
 
 
 def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
-    """If a device hangs with one model's request, a waiting request of another model is not blamed."""
+    """If a device hangs in one model's request, a waiting request of another model is not blamed."""
     hostile, stranger = request(HOSTILE), request(5)
     assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)

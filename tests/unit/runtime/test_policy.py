@@ -9,7 +9,7 @@ from rsrv.settings import SettingsError, load_settings
 
 
 def test_the_defaults_are_the_schedulers_own() -> None:
-    """The settings' defaults are the scheduler's, because two modules define them."""
+    """The defaults in rsrv.yaml's settings equal the scheduler's defaults. They are defined in two modules."""
     assert scheduler_settings(load_settings()) == SchedulerSettings()
 
 
@@ -18,12 +18,15 @@ def test_the_defaults_are_the_schedulers_own() -> None:
     [("", False, 1), ("", True, 2), ("scheduler: {depth: 1}", True, 1), ("scheduler: {depth: 3}", False, 3)],
 )
 def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: bool, depth: int) -> None:
-    """Without a setting, the depth is 2 for an asynchronous device, which needs a second execution to stay busy, and else 1."""
+    """Without a setting, the depth is 2 for an asynchronous device, and 1 for other devices.
+
+    An asynchronous device needs a second execution to stay busy.
+    """
     assert scheduler_settings(load_settings(text), asynchronous=asynchronous).depth == depth
 
 
 def test_settings_of_a_model_reach_each_of_its_versions() -> None:
-    """A model's program follows rsrv.yaml and then the changes, in each version. Other models' programs do not change."""
+    """A model's settings in rsrv.yaml, and later changes, apply to each version of the model and to no other model."""
     policy = Policy(load_settings("models: {m: {weight: 2, residency: device}}"))
     program = Program("m@1", {(0, 1): 1.0}, True, 1)
     assert policy.program(program, "m").pinned
@@ -50,7 +53,7 @@ def test_a_change_that_one_model_refuses_changes_no_model() -> None:
 
 
 def test_a_model_may_go_on_while_all_others_are_paused() -> None:
-    """The pause of one model, or its exception, has precedence over the pause of all models."""
+    """A pause of one model has precedence over the pause of all models. One model can also be left running."""
     policy = Policy(load_settings())
 
     policy.change({"paused": "drain", "models": {"a": {"paused": None}, "b": {"paused": "hold"}}})

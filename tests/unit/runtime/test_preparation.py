@@ -1,4 +1,4 @@
-"""Executables of known modules that a spare runtime prepares before its turn."""
+"""A spare runtime compiles known modules before it takes over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def repository(tmp_path: Path, doubling: Path) -> Path:
 
 
 def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
-    """Note the modules of a bundle, as a runtime that serves it does."""
+    """Store the signatures of a bundle's modules in the file of known modules, as a runtime that serves the bundle does."""
     known = KnownModules(directory / MODULES)
 
     def read_signature(blob: bytes, file: str) -> Signature:
@@ -39,9 +39,9 @@ def remember(directory: Path, bundle: Path) -> dict[tuple[int, int], Signature]:
 
 
 def test_models_that_were_served_are_compiled(tmp_path: Path, repository: Path, doubling: Path) -> None:
-    """The modules of models that were served are compiled, and compiling one again returns its executable.
+    """The modules of models that were served before are compiled. A broken bundle does not prevent this.
 
-    A broken bundle does not prevent this.
+    If the runtime compiles such a module again, it gets the same executable.
     """
     signatures = remember(tmp_path, doubling)
 
@@ -64,6 +64,6 @@ def test_modules_that_no_runtime_has_seen_are_left_to_the_runtime(tmp_path: Path
 
 
 def test_nothing_is_prepared_on_a_cpu_instead_of_a_gpu(tmp_path: Path) -> None:
-    """Nothing is prepared if the settings ask for a GPU and the server began on a CPU, because a runtime refuses this."""
+    """Nothing is prepared if the settings require a GPU but the server has only the CPU. A runtime would not start then."""
     settings = load_settings("runtime: {platform: cuda}")
     assert prepare(settings, tmp_path, tmp_path, ["cpu"], 0) is None

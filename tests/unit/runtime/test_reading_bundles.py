@@ -32,7 +32,7 @@ from tests.unit.runtime.test_hostile_peers import Client
 from tests.waiting import PATIENCE_S, wait_until
 
 EAGER, REQUESTED = Urgency.EAGER, Urgency.REQUESTED
-#: Bytes of the weights below. They are so many that other reads do not matter.
+#: Bytes of the weights of `large`. Compared with them, all other reads are small.
 _BYTES = 64 << 20
 
 
@@ -62,7 +62,7 @@ def bytes_read() -> int:
 def test_adding_a_model_reads_its_weights_once(
     large: Path, tmp_path: Path, version: str, times: int, residency: str
 ) -> None:
-    """Weights are read once if the bundle has checksums, and else twice."""
+    """Weights are read once if the bundle has checksums, and twice if it has none."""
     path = shutil.copytree(large, tmp_path / "large", copy_function=os.link)
     if version == "2.0":
         manifest = path / "manifest.yaml"
@@ -102,7 +102,7 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
 def test_bundles_that_requests_wait_for_are_read_first(
     doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bundles that register while the device starts are read by urgency. Builds come before reads of equal urgency.
+    """Bundles that register while the device starts are read by urgency. Among equal urgencies, builds come before reads.
 
     When all models are built, tensors that a killed runtime left in shared memory are swept.
     """
@@ -154,9 +154,9 @@ def wait_until_served(greeted: Greeted) -> None:
 def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """A stub hears each step of its model's start at once, with the time that requests may wait for the next step.
+    """A stub gets each step of its model's start at once, with the time that requests may wait for the next step.
 
-    It also hears when its model waits for its turn.
+    It also gets a message when its model waits for the build thread.
     """
     runtime = start_runtime(load_settings("runtime: {start_timeout_s: 7}"))
     wait_until(lambda: not runtime.loop._builder._busy, what="the device")
@@ -211,7 +211,7 @@ def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compil
 def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """If no stub waits for a model any more, it is not built, whether its bundle is read or not."""
+    """If all stubs of a model have left before its build, the model is not built, whether its bundle was read or not."""
     runtime = start_runtime()
     runtime.device.compiles.clear()
     loop, lanes = runtime.loop, dict[str, Greeted]()
@@ -255,7 +255,7 @@ def test_builds_have_a_lower_priority_than_the_loop(start_runtime: StartRuntime,
 def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
     start_runtime: StartRuntime, doubling: Path, discipline: str, by_request: bool
 ) -> None:
-    """With edf, a front with waiting requests hears the seconds of the model's shortest build, if there was one."""
+    """With edf, a stub with waiting requests gets the duration of the model's shortest build, if the model was built before."""
     runtime = start_runtime(load_settings(f"scheduler: {{discipline: {discipline}}}"))
     heard: list[StartProgress] = []
     registration = {"model": "m", "bundle": str(doubling), "asked": by_request}

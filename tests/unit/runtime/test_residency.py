@@ -1,4 +1,4 @@
-"""More models than the weight budget holds: the runtime carries out the scheduler's loads and evictions."""
+"""More models than the weight budget allows: the runtime carries out the scheduler's loads and evictions."""
 
 import os
 from pathlib import Path
@@ -65,7 +65,10 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
 def test_a_new_version_is_warmed_up_although_its_costs_are_known(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """A new version is warmed up before it replaces the old one, even if its costs are known, so its weights are on the device."""
+    """Even if its costs are known, a new version is warmed up before it replaces the old one.
+
+    So its weights are on the device when it takes over.
+    """
     first = start_runtime()
     make_engine(first, doublings["a"], name="model").close()
     first.stop()
@@ -112,9 +115,9 @@ def test_weights_upload_while_a_model_is_compiled(
 def test_a_model_warms_up_while_another_is_compiled(
     start_runtime: StartRuntime, doublings: dict[str, Path]
 ) -> None:
-    """With room for one model, a model keeps its weights until it is warmed up.
+    """A new model is warmed up while another one is still compiled, even if only one model's weights fit on the device.
 
-    It does not wait while another one is compiled.
+    The new model keeps its weights until it is warmed up. The served model is then loaded again.
     """
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
@@ -175,7 +178,7 @@ def test_a_model_larger_than_the_budget_is_served_alone(
 def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If shared memory cannot be used, models are rejected with the reason. After a repair, the next model is loaded."""
+    """If shared memory cannot be used, a model is rejected with the reason. After a repair, the next model is loaded."""
     failures = iter([True, True, False])
 
     def shared(setting: bool | None, owner: str) -> HostMemory:

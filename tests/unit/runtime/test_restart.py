@@ -48,7 +48,10 @@ def until_a_restart_is_under_way(runtime: Runtime) -> None:
 def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
     start_runtime: StartRuntime, runtime: Runtime, engine: Engine
 ) -> None:
-    """The old runtime only ends the execution. The next one answers the waiting request and one that came in between."""
+    """During a restart, the old runtime only finishes the execution in progress.
+
+    The next runtime answers the waiting request, and a request that arrives between the two runtimes.
+    """
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     runtime.device.executed.clear()
     with Operator(runtime) as operator:
@@ -109,9 +112,9 @@ def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_on
 
 
 def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRuntime, tmp_path: Path) -> None:
-    """A running generation ends in the old runtime.
+    """During a restart, a running generation ends in the old runtime.
 
-    A later one gets no slot there, so that its stub can repeat it in the next runtime.
+    A later generation gets no slot in the old runtime, so that its stub can repeat it in the next one.
     """
     runtime = start_runtime(SETTINGS, compute=count)
     client = Client(runtime, export_counting(tmp_path / "counting"))
@@ -134,7 +137,7 @@ def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRunt
 def test_generations_that_take_too_long_keep_their_runtime(
     start_runtime: StartRuntime, tmp_path: Path
 ) -> None:
-    """If a generation takes too long, the restart fails. Both generations are answered, also one that began later."""
+    """If a generation does not end in time, the restart fails. The runtime answers this generation and a later one."""
     runtime = start_runtime(SETTINGS, compute=count)
     client = Client(runtime, export_counting(tmp_path / "counting"))
     with Operator(runtime) as operator:
@@ -150,7 +153,7 @@ def test_generations_that_take_too_long_keep_their_runtime(
 
 
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:
-    """If an execution takes too long, the restart fails with a count of what is in progress.
+    """If an execution takes too long, the restart fails. The error counts what is still in progress.
 
     The runtime answers as before.
     """

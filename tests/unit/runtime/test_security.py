@@ -91,9 +91,9 @@ def test_nothing_turns_data_into_code() -> None:
 def test_another_user_cannot_talk_to_a_runtime(
     start_runtime: StartRuntime, tmp_path: Path, open_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another user can connect neither in the private directory nor at a socket that is open to all.
+    """Another user cannot connect, neither in the private directory nor at a socket that is open to all.
 
-    Only root can act as another user, so for other users the test connects as the same user.
+    Only root can act as another user. If the test runs as any other user, it connects as that user and is greeted.
     """
     runtime = start_runtime()
     root = os.getuid() == 0
@@ -104,12 +104,15 @@ def test_another_user_cannot_talk_to_a_runtime(
     way_in.chmod(0o666)
     with caplog.at_level(logging.WARNING):
         assert stranger_hears(way_in) == ("the end" if root else "a greeting")
-    runtime.open().sock.close()  # By this time, the loop has logged what it refused.
+    runtime.open().sock.close()  # When this connection is greeted, the loop has logged the refusal.
     assert ("refused a connection: the peer runs as uid 65534" in caplog.text) == root
 
 
 def stranger_hears(path: Path) -> str:
-    """Return what another user hears from the runtime. The process changes to the socket's directory while it may."""
+    """Return how the runtime reacts to another user.
+
+    The process changes to the socket's directory before it gives up its rights.
+    """
     script = """
 import os, socket, sys
 from rsrv.wire.frames import hello
@@ -151,7 +154,7 @@ def test_a_stub_does_not_talk_to_another_users_runtime(
 def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
     """A cache directory that others can write to is refused, because its executables are run.
 
-    One that they can read is closed to them.
+    If others can only read a cache directory, its mode is changed to 0700.
     """
     for mode, expected in ((0o700, 0o700), (0o755, 0o700), (0o750, 0o700)):
         directory = tmp_path / f"{mode:o}"

@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class House:
-    """The sequences of one model, and the requests that are executing, waiting and refused."""
+    """The sequences of one model, and its executing, waiting and refused requests."""
 
     def __init__(self, slots: int = 2, when_full: WhenFull = "wait", limit: int = 100) -> None:
         self.sequences = SequenceTable()
@@ -130,7 +130,7 @@ def test_a_wrong_request_says_what_is_wrong(
 
 
 def test_a_second_end_is_of_no_sequence() -> None:
-    """After its end, a sequence is unknown, until it starts again."""
+    """After its END, a sequence is unknown until it starts again. A second END is refused."""
     house = House()
     house.run(7, START | END)
     assert house.refused[house.ask(7, END)][0] is Status.SEQUENCE_LOST
@@ -147,7 +147,7 @@ def test_a_live_sequence_may_begin_again() -> None:
 
 
 def test_further_sequences_wait_in_turn() -> None:
-    """With `wait`, starts get slots in the order of arrival. A start that is cancelled loses its turn."""
+    """With `wait`, starts get slots in the order of arrival. A start that is cancelled gets none."""
     house = House(slots=1)
     house.run(1, START)
     second, third, fourth = house.ask(2, START), house.ask(3, START), house.ask(4, START)
@@ -162,7 +162,7 @@ def test_further_sequences_wait_in_turn() -> None:
 
 
 def test_so_many_wait_and_no_more() -> None:
-    """If the queue is full, a start is refused. The error has the time until an idle sequence may expire."""
+    """If the queue is full, a start is refused. The error says when an idle sequence may expire."""
     house = House(slots=1, limit=1)
     house.run(1, START)
     house.now = 4.0
@@ -184,9 +184,9 @@ def test_a_start_is_refused_where_none_may_wait() -> None:
 
 
 def test_before_the_end_of_the_runtime_no_sequence_gets_a_slot() -> None:
-    """Before the runtime's end, no sequence gets a slot, even if one is free. A sequence with a slot continues.
+    """While the runtime prepares to end, no new sequence gets a slot, even if one is free.
 
-    If the runtime does not end, the waiting sequences get their slots.
+    A sequence that has a slot continues. If the runtime does not end after all, the waiting sequences get their slots.
     """
     house = House(when_full="refuse")
     house.run(7, START)
@@ -201,7 +201,7 @@ def test_before_the_end_of_the_runtime_no_sequence_gets_a_slot() -> None:
 
 
 def test_the_least_recently_used_sequence_goes_to_the_host() -> None:
-    """With `host`, an idle sequence gives its slot to another one. Its next step gets a slot again."""
+    """With `host`, an idle sequence gives up its slot to another sequence. For its next step, it gets a slot again."""
     house = House(slots=2, when_full="host")
     house.run(1, START)
     house.run(2, START)
@@ -239,7 +239,7 @@ def test_an_idle_sequence_expires() -> None:
 
 
 def test_a_request_expires_while_it_waits_for_a_slot() -> None:
-    """A request ends at its deadline while it waits for a slot. A sequence that had begun keeps its state."""
+    """A request that waits for a slot ends at its deadline. If its sequence had begun before, the sequence keeps its state."""
     house = House(slots=1, when_full="host")
     house.run(1, START)
     house.ask(2, START)
@@ -252,7 +252,10 @@ def test_a_request_expires_while_it_waits_for_a_slot() -> None:
 
 
 def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
-    """If its first step is refused or cancelled, a sequence is gone. If a later step is, the sequence is as before."""
+    """If the first step of a sequence is refused or cancelled, the sequence is removed.
+
+    If a later step is refused or cancelled, the sequence stays as it was.
+    """
     house = House()
     house.finish(house.ask(1, START), executed=False)
     assert not house.sequences
@@ -264,7 +267,10 @@ def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
 
 
 def test_a_closed_connection_ends_its_sequences() -> None:
-    """If a connection closes, its idle sequences end at once, and its busy ones after their request. Others stay."""
+    """If a connection closes, its idle sequences end at once, and its busy sequences end after their request.
+
+    Sequences of other connections stay.
+    """
     house = House(slots=3)
     house.finish(house.ask(1, START, owner=1))
     house.finish(house.ask(2, START, owner=2))
@@ -291,7 +297,7 @@ def test_a_sequence_ends_with_the_connection_of_its_latest_request() -> None:
 
 
 def test_lost_state_ends_every_sequence_that_had_some() -> None:
-    """If the states are lost, their sequences end, also those with a waiting or queued request.
+    """If the states are lost, all sequences that had a state end, even if they have a waiting or queued request.
 
     A waiting start gets a slot.
     """
@@ -310,7 +316,7 @@ def test_lost_state_ends_every_sequence_that_had_some() -> None:
 
 
 def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
-    """The step of a live sequence is accepted before a pause, so mode drain executes it. A new start is not."""
+    """A step of a live sequence counts as accepted before a pause, so mode drain executes it. A new start does not count."""
     house = House()
     house.run(7, START)
     assert [house.executing[house.ask(7, flags)].request.accepted for flags in (0,)] == [True]  # type: ignore[union-attr]
@@ -334,7 +340,10 @@ def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
 
 
 def test_the_longest_idle_make_room_in_host_memory() -> None:
-    """Stored states make room in the order of their last use. Idle states only count if their model has left the device."""
+    """To free host memory, sequences end in the order of their last use.
+
+    A stored state takes host memory. The state of an idle sequence with a slot does so only if its model is not on the device.
+    """
     house = House(slots=1, when_full="host")
     for id in (1, 2, 3):
         house.run(id, START)

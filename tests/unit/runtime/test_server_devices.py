@@ -122,7 +122,7 @@ def test_a_gpu_and_the_cpu_as_platform_contradict() -> None:
 
 
 def test_nvml_that_fails(card: Path) -> None:
-    """If NVML fails, `all` is an error, and a list is used as it is. Without a card, NVML is not needed."""
+    """If NVML fails, `all` is an error, and listed devices are used without a check. Without a card, NVML is not needed."""
     with pytest.raises(DevicesError, match=r"runtime\.devices: all: NVML says .*runtime\.devices: \[0\]"):
         resolve("all", "auto", {}, nvml_fails)
     assert resolve([1, "GPU-cc"], "auto", {}, nvml_fails) == ["1", "GPU-cc"]
@@ -135,7 +135,7 @@ def test_nvml_that_fails(card: Path) -> None:
 
 
 def test_a_gpu_is_listed_on_a_machine_without_cards(card: Path) -> None:
-    """The error says what to do. The CPU does not serve in place of the GPU."""
+    """If a GPU is listed on a machine without cards, the error says what to do. The CPU does not replace the GPU."""
     card.unlink()
     with pytest.raises(
         DevicesError, match=r"runtime\.devices: 0: this machine .* has no device node .* write cpu"
@@ -144,7 +144,7 @@ def test_a_gpu_is_listed_on_a_machine_without_cards(card: Path) -> None:
 
 
 def test_numbers_stay_while_the_server_lives(tmp_path: Path) -> None:
-    """A later runtime gets the devices of the first one, even if a card was lost meanwhile."""
+    """A later runtime of a server gets the same devices as the first one, even if a card was lost meanwhile."""
     assert keep_devices(tmp_path, lambda: ["GPU-aa11", "GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert keep_devices(tmp_path, lambda: ["GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert read_devices(tmp_path) == ["GPU-aa11", "GPU-bb22"]
@@ -205,7 +205,8 @@ class NvmlLibrary:
         return f"GPU-{index}"
 
     def nvmlDeviceGetUUID(self, handle: str) -> str | bytes:
-        return handle.encode() if handle == "GPU-0" else handle  # bytes in older releases of nvidia-ml-py
+        # Older releases of nvidia-ml-py return bytes.
+        return handle.encode() if handle == "GPU-0" else handle
 
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
         if handle == "GPU-0":

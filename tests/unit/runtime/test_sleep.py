@@ -29,7 +29,7 @@ SETTINGS = load_settings("stub: {in_place_ms: 0}")
 
 @dataclass
 class Successor(spare.Successor):
-    """Records what the runtime asks of the next runtime."""
+    """Records the calls with which the runtime controls the next runtime."""
 
     problem: str = ""
     disk_is_full: bool = False
@@ -65,7 +65,10 @@ def runtime(start_runtime: StartRuntime, successor: Successor) -> Runtime:
 def test_stubs_hear_cold_before_the_runtime_ends(
     runtime: Runtime, successor: Successor, doubling: Path
 ) -> None:
-    """Before the runtime ends for a sleep, its stub gets COLD. The spare is kept as it is, and is told to stay back."""
+    """Before the runtime ends for a sleep, its stub gets COLD.
+
+    No fresh spare is started. The existing spare gets `stay_back`, so that it waits for a connection.
+    """
     greeted = runtime.request_model(model="doubling", bundle=str(doubling))
     greeted.sock.settimeout(PATIENCE_S)
     frame, fds = answer_to_register(greeted)
@@ -113,7 +116,10 @@ def test_a_device_with_waiting_requests_does_not_sleep(
 def test_without_a_next_runtime_the_device_stays_awake(
     runtime: Runtime, engine: Engine, successor: Successor, why: str
 ) -> None:
-    """If there can be no next runtime, a sleep fails with the reason, also the second time, and requests are answered as before."""
+    """If there can be no next runtime, each attempt to sleep fails with the reason.
+
+    Requests are answered as before.
+    """
     with Operator(runtime) as operator:
         for _ in range(2):
             refused = operator.do("sleep", drain_s=30)
@@ -126,7 +132,7 @@ def test_without_a_next_runtime_the_device_stays_awake(
 def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     runtime: Runtime, engine: Engine, successor: Successor
 ) -> None:
-    """A sleep is refused during a restart. If its caller leaves, a restart or a sleep is withdrawn."""
+    """A sleep is refused during a restart. A restart or a sleep is withdrawn if its caller leaves."""
     executing, waiting = one_executes_and_one_waits(runtime, engine)
     first = Operator(runtime)
     first.send(command="restart", drain_s=30)
@@ -177,7 +183,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
 def test_a_device_without_requests_sleeps_by_itself(
     start_runtime: StartRuntime, successor: Successor, doubling: Path
 ) -> None:
-    """A device that has had no request for `idle.server` sleeps. A request in progress is answered before."""
+    """A device sleeps when it has had no request for `idle.server` seconds. A request in progress is answered before that."""
     runtime = start_runtime(load_settings("{stub: {in_place_ms: 0}, runtime: {idle: {server: 1}}}"))
     runtime.loop.have_successor(successor)
     engine = make_engine(runtime, doubling)

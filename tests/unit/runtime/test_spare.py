@@ -1,4 +1,4 @@
-"""The spare runtime: it waits for its turn, takes over the socket, ends with the server, and is replaced."""
+"""The spare runtime: it waits, takes over the socket when the runtime ends, ends with the server, and is replaced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_spare_imports_and_waits_for_an_end(
     server: subprocess.Popen[bytes], tmp_path: Path, ends: str, output: bytes
 ) -> None:
-    """A spare takes over after the runtime's end. After the server's end it does not, even if it is still importing.
+    """A spare takes over when the runtime ends. When the server ends, it does not, even if it is still importing modules.
 
     A module that cannot be imported does not stop the spare.
     """
@@ -76,7 +76,7 @@ def test_a_spare_imports_and_waits_for_an_end(
 
 
 def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spare is only started if a sixteenth of the memory stays free with it."""
+    """A spare is started only if a sixteenth of the memory stays free while it runs."""
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 1600 << 20)
     for free, expected in ((189, False), (191, True)):
         monkeypatch.setattr("rsrv.runtime.spare.spare_memory", lambda free=free: free << 20)
@@ -86,7 +86,7 @@ def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -> None:
     """A spare starts after a quiet time without a build. If it ends, another one starts, unless the server has ended.
 
-    Each spare has the socket and the runtime's pidfd.
+    Each spare inherits the descriptors of the socket and of the runtime's pidfd.
     """
     marks = tmp_path / "marks"
     script = (
@@ -125,7 +125,7 @@ def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
 def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the system has no thread for a restart, it is refused with the reason, and the runtime continues.
+    """If no thread can be started for a restart, the restart is refused with the reason, and the runtime continues.
 
     An exception would end the runtime, or would let later restarts wait for this one.
     """
@@ -173,9 +173,9 @@ def children() -> Children:
 def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
     make_keeper: MakeKeeper, children: Children, line: str, message: str
 ) -> None:
-    """After a second renewal there is one spare: the fresh one, or the old one if the fresh one cannot serve.
+    """After a renewal, there is one spare: the fresh one, or the old one if the fresh one cannot serve.
 
-    The answer then has the reason.
+    In the second case, the answer has the reason.
     """
     first = make_keeper()
     assert renewed(first) == ""
@@ -196,7 +196,7 @@ def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(
 def test_a_spare_that_replaced_another_one_is_the_only_one(
     make_keeper: MakeKeeper, children: Children
 ) -> None:
-    """If a renewal replaces a spare while its keeper waits for its end, the keeper keeps the new spare."""
+    """If a renewal replaces a spare while the keeper waits for the old spare's end, the keeper goes on with the new spare."""
     pauses: list[float] = []
     keeper = make_keeper(rest=pauses.append)
     keeping = threading.Thread(target=keeper.keep, daemon=True)
@@ -217,7 +217,7 @@ def test_a_spare_that_replaced_another_one_is_the_only_one(
 
 
 def test_a_spare_whose_turn_does_not_come_is_replaced(make_keeper: MakeKeeper, children: Children) -> None:
-    """A prepared spare that is withdrawn is replaced by another one, because it takes a context and host memory on a GPU.
+    """A prepared spare is replaced when it is withdrawn, because it holds a context and host memory on a GPU.
 
     A spare that is not prepared stays.
     """
@@ -275,7 +275,7 @@ def launcher(
 
 
 class Machine(NamedTuple):
-    """Two processes that represent tritonserver and the runtime, and the socket at which a spare waits for a connection."""
+    """A process that represents tritonserver, and the socket at which a spare waits for a connection."""
 
     server: subprocess.Popen[bytes]
     listener: socket.socket
@@ -296,7 +296,7 @@ def sleeping(server: subprocess.Popen[bytes]) -> Iterator[Machine]:
 
 
 def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Machine) -> None:
-    """While its device sleeps, a spare waits for a connection. A connection from before its turn is enough."""
+    """While its device sleeps, a spare waits for a connection. A connection that was opened before also ends the wait."""
     answer = sleeping.waits()
     assert not answer.done()
     with connect(Path(sleeping.listener.getsockname())):
@@ -330,9 +330,9 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(
     make_keeper: MakeKeeper, children: Children, tmp_path: Path
 ) -> None:
-    """With `runtime.spare: false`, a spare exists only for a planned end. If the end is withdrawn, the spare ends.
+    """With `runtime.spare: false`, a spare is started only for a planned end. If the end is withdrawn, the spare ends.
 
-    When a device goes to sleep, its last record and the time are noted.
+    When a device goes to sleep, its last record and the time are stored.
     """
     keeper = make_keeper()
     for fresh in (False, True, False):
@@ -357,7 +357,10 @@ def spares(server: int) -> list[psutil.Process]:
 def test_connections_after_a_death_reach_the_spare(
     server: subprocess.Popen[bytes], launcher: Callable[[], Launcher]
 ) -> None:
-    """After a runtime's death, a stub connects to the socket and waits until the spare greets it. It starts no runtime."""
+    """After a runtime's death, a stub connects to the socket and waits until the spare greets it.
+
+    The stub starts no runtime.
+    """
     launcher().open().sock.close()
     old = int(read_status(server.pid)["pid"])
     (spare,) = wait_until(lambda: spares(server.pid), what="a spare")

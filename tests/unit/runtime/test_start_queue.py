@@ -52,9 +52,9 @@ def test_the_earliest_deadline_goes_first_unless_it_has_passed() -> None:
 
 
 def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
-    """A model that was read is built before other bundles are read, so that it serves soon.
+    """A model whose bundle was read is built before other bundles are read, so that it serves soon.
 
-    A step with a deadline comes before it.
+    A step with a deadline is taken before this build.
     """
     queue = StartQueue()
     put(queue, "bundle", Demand(R), reads=True)
@@ -64,9 +64,9 @@ def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
 
 
 def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
-    """Shorter builds come before longer ones, and bundles are read before the first long build.
+    """Shorter builds are taken before longer ones, and bundles are read before the first long build.
 
-    A step with requests comes first.
+    A step that requests wait for is taken before all of these.
     """
     queue = StartQueue()
     for name, seconds in (("minutes", 90.0), ("seconds", 30.0), ("stored", 0.0)):
@@ -80,7 +80,7 @@ def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
 
 
 def passing(queue: StartQueue, demand: Demand, *, seconds: float = 0.0, now: float = 0.0) -> int:
-    """Put a new step each second, and return how many of them are taken before the step `long`."""
+    """Put a new step each second until the step `long` is taken, and return how many new steps were taken before it."""
     for number in range(100):
         put(queue, f"new {number}", demand, seconds=seconds, now=now + number)
         step = queue.pop(now + number)
@@ -91,26 +91,26 @@ def passing(queue: StartQueue, demand: Demand, *, seconds: float = 0.0, now: flo
 
 
 def test_a_long_build_lets_others_pass_for_as_long_as_it_takes() -> None:
-    """While a shorter build arrives each second, a long build waits no longer than it takes itself."""
+    """If a shorter build arrives each second, a long build waits no longer than the long build itself takes."""
     queue = StartQueue()
     put(queue, "long", Demand(E), seconds=40.0)
     assert passing(queue, Demand(E), seconds=5.0) == 35
 
 
 def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
-    """Of equal steps, the model with the least building time comes first. The time is divided by the model's weight."""
+    """Among equal steps, the model with the least building time so far comes first. The time is divided by its weight."""
     queue = StartQueue()
     for name, seconds, weight in (("a", 4.0, 1.0), ("b", 1.0, 1.0), ("c", 6.0, 3.0), ("d", 2.0, 1.0)):
         queue.charge(name, seconds, 0.0)
         put(queue, name, Demand(R, weight=weight))
-    queue.charge("b", 2.0, 0.0)  # This step is in the queue already.
+    queue.charge("b", 2.0, 0.0)  # The step of `b` is already in the queue.
     assert list(names(queue)) == ["c", "d", "b", "a"]
 
 
 def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
-    """While a new model arrives each second, a model waits as long as it was built before.
+    """If a new model arrives each second, a waiting model waits as long as it was built before.
 
-    After a minute, it waits half as long.
+    If this build ended a minute ago, the model waits half as long.
     """
     for later, seconds in ((0.0, 40.0), (60.0, 20.0)):
         queue = StartQueue()
@@ -120,7 +120,7 @@ def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
 
 
 def test_a_start_that_waits_follows_its_demand() -> None:
-    """A waiting step becomes urgent when requests for its model arrive, and loses its urgency when they have ended."""
+    """A waiting step becomes urgent when requests for its model arrive. It is no longer urgent when they have ended."""
     queue = StartQueue()
     for name in "abcd":
         put(queue, name, Demand(E))
@@ -147,7 +147,7 @@ def test_a_start_that_waits_follows_its_demand() -> None:
 def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
     operations: list[tuple[str, str, Urgency, float]],
 ) -> None:
-    """Whatever happens, each step is taken once, before all less urgent steps.
+    """After any operations, each step is taken once, and before all less urgent steps.
 
     The test compares the queue with a dictionary.
     """

@@ -54,7 +54,10 @@ def is_ready(runtime: Runtime, name: str) -> Callable[[], bool]:
 
 
 def test_a_model_is_ready_before_its_first_stub_comes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The stub of a model that was started before registers without a build. When the stub leaves, so does the model."""
+    """If a model was started without a stub, its first stub registers without a build.
+
+    When the stub leaves, the model is unloaded.
+    """
     assert start({"a": doublings["a"]}) == {}
     wait_until(is_ready(runtime, "a"))
     runtime.device.compiles.clear()
@@ -81,7 +84,7 @@ def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublin
 def test_a_second_start_that_fails_keeps_no_model_for_good(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A second start, whose bundle has changed, fails during the first one.
+    """The second start of a model, with another bundle, fails while the first start is in progress.
 
     The model of the first start can still be released.
     """
@@ -118,7 +121,7 @@ def test_a_model_that_is_held_falls_back_when_it_is_idle(
 def test_another_version_takes_the_place_of_one_that_is_held(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """When a stub registers the next version of a held model, the version without a stub leaves."""
+    """When a stub registers another version of a held model, the held version is unloaded."""
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
 
@@ -214,7 +217,7 @@ def test_a_connection_registers_without_reading_the_others(
 ) -> None:
     """A registration does not look at all connections.
 
-    After a runtime's death, thousands register, which would take seconds.
+    After a runtime's death, thousands of stubs register, so this would take seconds.
     """
     monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were read")))
     make_engine(runtime, doublings["a"], name="a")
@@ -222,7 +225,7 @@ def test_a_connection_registers_without_reading_the_others(
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """The reason why a bundle cannot be read is in the answer to a poll, which does not start the model again."""
+    """If a bundle cannot be read, a poll returns the reason, and does not start the model again."""
     start({"a": tmp_path / "nowhere"})
 
     wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, poll=True))

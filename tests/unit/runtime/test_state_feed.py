@@ -35,7 +35,7 @@ def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
 
 
 def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A command is answered after the changes that it causes, so that an operator sees them after the answer."""
+    """A command is answered after the changes that it causes, so an operator who has the answer also sees the changes."""
     make_engine(runtime, doublings["a"], name="a")
     document = {**runtime.loop._catalog.policy.document, "paused": "hold"}
     with Operator(runtime) as operator:
@@ -53,7 +53,7 @@ def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: di
 
 
 def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Each step of a model's life is one change, and no entry is left at the end."""
+    """Each change of a model's state is sent once, and no entry is left when the model is gone."""
     with Watcher(runtime) as watcher:
         assert (watcher.revision, watcher.entries) == (0, {})
 
@@ -122,9 +122,9 @@ def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
 def test_a_bundle_that_cannot_be_read_is_a_failed_model(
     runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """If a bundle cannot be read, its model has failed, unless another version serves.
+    """If a bundle cannot be read, its model gets a failed entry, unless another version serves.
 
-    The entry is removed with the next good version.
+    The failed entry is removed when a good version registers.
     """
     torn = shutil.copytree(doublings["a"], tmp_path / "torn")
     (torn / "weights.safetensors").write_bytes(b"")
@@ -144,7 +144,7 @@ def test_a_bundle_that_cannot_be_read_is_a_failed_model(
 def test_a_bundle_with_many_faults_is_a_failed_model(
     runtime: Runtime, doubling: Path, tmp_path: Path
 ) -> None:
-    """If the reason of a failure is long, watchers get the same beginning of it as the stub."""
+    """If the reason of a failure is long, watchers get the same shortened text as the stub."""
     faulty = shutil.copytree(doubling, tmp_path / "faulty")
     with (faulty / "manifest.yaml").open("a") as manifest:
         manifest.writelines(f"no_such_section_{n}: 1\n" for n in range(100))
@@ -224,7 +224,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
 ) -> None:
     """A model that is refused because of earlier deaths has one failed entry, however often it is loaded.
 
-    So has its meta model.
+    A meta model that calls this model has a failed entry as well.
     """
     box = BlackBox(tmp_path)
     key = f"a@{read_bundle(doublings['a']).digest[:12]}"
@@ -342,14 +342,14 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
 
 
 def ask_for(runtime: Runtime, registration: dict[str, Any]) -> RuntimeConnection:
-    """Return a connection that has sent a request, without waiting for its answer."""
+    """Return a connection that has sent a registration, without waiting for the answer."""
     lane = RuntimeConnection(runtime.open())
     assert lane._send(pack_json(Kind.REGISTER, registration), 1.0)
     return lane
 
 
 def test_only_the_latest_failures_are_remembered() -> None:
-    """A limited number of failures is remembered. The removal of an older one is a change."""
+    """Only the latest failures keep their entries. When an older entry is removed, this is sent as a change."""
     watching = StateFeed(transport=None)  # type: ignore[arg-type]
 
     for number in range(300):

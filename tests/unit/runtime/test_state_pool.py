@@ -91,7 +91,7 @@ def test_a_step_leaves_the_pools_where_they_are(machine: Machine) -> None:
 def test_a_warm_up_that_fails_on_the_device_leaves_no_broken_pools(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a warm-up fails when its outputs are read, the pools have failed as well, and are dropped."""
+    """If reading the outputs of a warm-up fails, the state pools are broken as well, and are dropped."""
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)
         with pytest.raises(DeviceError, match="told to"):
@@ -115,7 +115,7 @@ def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> Non
 def test_state_that_was_lost_is_never_replaced_by_zeros(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the states are lost, a sequence that continues fails, and one that begins finds an empty slot."""
+    """After the states are lost, a sequence that continues fails. A sequence that begins gets an empty slot."""
     machine.step(("a", 0, True), ("b", 1, True))
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)

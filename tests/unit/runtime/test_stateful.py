@@ -104,9 +104,9 @@ def test_a_sequence_remembers_what_came_before(start_client: StartClient) -> Non
 
 
 def test_the_record_has_the_sequences_and_the_memory_of_their_state(start_client: StartClient) -> None:
-    """The status counts sequences by state, and the memory of their states.
+    """The status has the number of sequences by state, and the memory of their states.
 
-    On the device, state is a part of the model's weights.
+    On the device, states count as a part of the model's weights.
     """
     client = start_client("host")
     for id in range(1, 6):
@@ -150,7 +150,7 @@ def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client:
 
 
 def test_a_start_that_waits_too_long_ends_at_its_deadline(start_client: StartClient) -> None:
-    """A start that waits for a slot ends at its deadline, although the scheduler does not know it."""
+    """A start that waits for a slot ends at its deadline, although the scheduler has not received it yet."""
     client = start_client()
     for id in (1, 2, 3):
         client.step(id, START)
@@ -227,9 +227,10 @@ def start_five(
     bundles: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[Runtime, Client]]:
-    """Return a function that starts a runtime with three slots of 16 bytes, and five sequences.
+    """Return a function that starts a runtime with a client.
 
-    The runtime reviews host memory often.
+    The model has three slots of 16 bytes. The client starts five sequences, so two states are stored on the host. The runtime
+    checks host memory often.
     """
 
     def start(settings: str = "") -> tuple[Runtime, Client]:
@@ -259,7 +260,10 @@ def test_state_leaves_a_host_that_is_short_of_memory(
 def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
     start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If models fall back because mappings are few, this frees no memory for states. They still may not exceed the limit."""
+    """States on the host are limited even while models fall back because memory mappings are few.
+
+    Models that fall back for this reason free no memory for states.
+    """
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_mappings", lambda: (0, 1000))
     monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
     runtime, _ = start_five("runtime: {host_memory_bytes: 30}")
@@ -276,7 +280,10 @@ def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
 def test_state_stays_where_memory_is_not_plentiful_again(
     start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences end only while memory is scarce, and not until twice as much is free, because others may use it for days."""
+    """Sequences end only while memory is scarce. Host copies, in contrast, are dropped until twice as much is free.
+
+    If sequences also ended in that case, they would end for days while other processes use this memory.
+    """
     spare, reads = 8 << 30, 0
 
     def read() -> int:
@@ -311,7 +318,7 @@ def test_a_meta_model_cannot_call_a_model_with_state(
 
 
 def test_state_survives_depth(start_runtime: StartRuntime, bundles: Callable[..., Path]) -> None:
-    """With two executions in flight, each one finds the states that the one before has left."""
+    """With two executions in flight, each execution uses the states that the previous one has computed."""
     runtime = start_runtime(load_settings("scheduler: {depth: 2}"), compute=add_to_sums, asynchronous=True)
     client = Client(runtime, bundles())
     for id in (1, 2, 3):

@@ -34,16 +34,16 @@ from tests.waiting import PATIENCE_S, wait_until
 
 StartMeta = Callable[..., Any]
 
-#: Number of requests that are more than fit in the socket between stub and runtime.
+#: Number of requests. They do not all fit in the socket between stub and runtime.
 FLOOD = 2000
-#: Seconds for all of these requests on a slow machine. They would take minutes if execute() waited for the stopped
-#: runtime, or if each refusal took 0.2 s as the first one does.
+#: Time limit in seconds for the execute() calls of these requests on a slow machine. They would take minutes if execute()
+#: waited for the stopped runtime, or if each refusal took 0.2 s as the first one does.
 FLOOD_S = PATIENCE_S
 
 
 @contextmanager
 def stopped(runtime: Runtime) -> Iterator[None]:
-    """Stop the runtime's loop."""
+    """Stop the runtime's loop until the block ends."""
     inside, go = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -59,7 +59,7 @@ def stopped(runtime: Runtime) -> Iterator[None]:
 
 
 def give_up_direct(engine: Engine) -> FakeRequest:
-    """Send a request that keeps the connection for answers in place, so that later requests are answered by the thread."""
+    """Send a request that occupies the connection for answers in place, so that a thread answers later requests."""
     client_request = request()
     assert engine.execute([client_request]) is None
     return client_request
@@ -71,9 +71,9 @@ def idle(engine: Engine) -> bool:
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
-    """Requests are answered at their deadlines while the runtime is stopped.
+    """While the runtime is stopped, requests are answered at their deadlines.
 
-    Their memory is not reused before the runtime answers.
+    The memory of these requests is not reused before the runtime answers.
     """
     engine = start_engine()
     with stopped(runtime):
@@ -197,7 +197,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
-    """If a segment cannot be announced, the next send announces it, once and in order."""
+    """If the socket is too full to announce a segment, the next send announces it, once and in order."""
     lane = runtime.connect()
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]
@@ -238,7 +238,7 @@ def test_a_connection_detects_that_its_socket_was_closed_by_others(runtime: Runt
 def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a thread closes a connection while another one checks it, this is no closing by other code."""
+    """If a thread closes a connection while another thread checks it, the check does not blame other code."""
     lane = start_runtime().connect()
     real = os.fstat
 
@@ -253,7 +253,10 @@ def test_a_connection_that_is_closed_while_it_is_checked_was_not_robbed(
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection does not allocate memory that the machine lacks, because the kernel would kill a process when it is used."""
+    """A connection does not allocate memory that the machine lacks.
+
+    The allocation would succeed, but the kernel would kill a process when the memory is written.
+    """
     monkeypatch.setattr("rsrv.stub.connection.spare_memory", lambda: 3 << 20)
     lane = runtime.connect()
     assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
@@ -262,7 +265,7 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
 
 
 def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:
-    """When a stub ends because of a hook, its waiting requests get the reason. Later requests get RUNTIME_DOWN."""
+    """When a stub ends because a hook hangs, its waiting requests get the reason. Later requests get RUNTIME_DOWN."""
     engine = start_engine()
     statuses: list[int] = []
     engine._process.end._leave = statuses.append

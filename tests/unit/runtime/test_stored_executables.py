@@ -34,7 +34,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def replace_entry(path: Path, name: str, content: bytes) -> None:
-    """Write the archive again with another content of this entry. The entry's checksum is right."""
+    """Rewrite the archive with other content for one entry. The checksum of the entry fits the new content."""
     with zipfile.ZipFile(path) as archive:
         entries = {each: archive.read(each) for each in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -80,7 +80,7 @@ def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Pa
 def test_another_target_compiles_and_one_line_says_what_differs(
     stored: Path, caplog: pytest.LogCaptureFixture, change: dict[str, str], why: str
 ) -> None:
-    """If a file is for another card, version or flag, models are compiled. The log has one line with the difference."""
+    """If a file is for another card, version or flag, models are compiled. The log has one line that says what differs."""
     assert find_executables(stored.parent, replace(HERE, **change)) is None
     (record,) = logged_here(caplog)
     assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
@@ -103,7 +103,7 @@ def test_files_for_other_cards_lie_beside_the_one_that_is_used(
 def test_a_tuned_file_is_preferred_to_another_one_for_the_same_card(stored: Path) -> None:
     """A tuned file is preferred to another file for the same card.
 
-    rsrv-gen --compile-for may have written both: l4.executables for the card's name, and another file for a profile's.
+    rsrv-gen --compile-for may have written two files for a card: one has the name of the card, the other the name of a profile.
     """
     tuned = stored.with_name("ours.executables")
     write_executables(tuned, HERE, True, {OTHER: b"tuned code"})
@@ -183,7 +183,10 @@ def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
 
 
 def test_an_index_without_digests_is_refused(stored: Path) -> None:
-    """An index without digests is refused at once. An error at the first module would leave the runtime without a device."""
+    """An index without digests is refused when the file is opened.
+
+    If the error occurred only at the first module, the runtime would be left without a device.
+    """
     change_index(stored, digests=[])
     with pytest.raises(StoredExecutablesError, match="digests of its index is not an object"):
         StoredExecutables(stored)

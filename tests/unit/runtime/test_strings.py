@@ -104,9 +104,9 @@ def test_strings_of_all_kinds_are_sent_as_they_are(runtime: Runtime, lengths: Pa
 
 
 def test_zeros_at_the_end_of_listed_strings_stay(runtime: Runtime, lengths: Path) -> None:
-    """Zero bytes at the end of strings in a list are sent. A long string does not make the others longer.
+    """Zero bytes at the end of strings in a list are sent. A long string does not make the other strings longer.
 
-    As an array of numpy's own strings, each one would take 8 MB.
+    In an array of numpy's own strings, each string would take 8 MB.
     """
     long = [b"a\0", "x" * 2_000_000, *[b""] * 2]
     engine = start(runtime, lengths, lambda outputs: {"labels": long})
@@ -157,8 +157,7 @@ def test_long_strings_end_their_request_even_if_they_find_no_room(
 ) -> None:
     """If long strings do not fit in Triton's shared memory, the answer and its end are sent separately.
 
-    If both were sent together, Triton would lose both. The size of the strings matters, not that of the module's
-    outputs.
+    If both were sent together, Triton would lose both. The size of the strings decides, not the size of the module's outputs.
     """
     monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 20)
     sent: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -206,7 +205,7 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
 
 
 def test_no_strings_are_strings() -> None:
-    """A list without elements is sent as strings, although its type does not show this."""
+    """An empty list is sent as strings, although numpy gives it another type."""
     none = encode_strings(np.asarray([]))
     assert none is not None
     assert (none.shape, none.dtype.kind) == ((0,), "O")
@@ -219,7 +218,10 @@ def test_strings_count_with_their_bytes() -> None:
 
 
 def test_equal_strings_are_recognized_after_a_death() -> None:
-    """Equal strings have the same digest in each request, whatever their objects are. Where one string ends matters."""
+    """Equal strings have the same digest in each request, even if their objects differ.
+
+    The digest also depends on where one string ends and the next begins.
+    """
     digest = digest_of({"text": np.array([b"a" * 40, b"b"], object)})
 
     assert digest_of({"text": np.array([b"a" * 40, b"b"], object)}) == digest

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """1 + 2 + 1 rows run as one execution of size 4; each answer holds its request's rows."""
+    """Requests of 1, 2 and 1 rows in one batch run as one execution of size 4. Each answer has its request's rows."""
     engine = start_engine()
     runtime.device.executed.clear()
     sent = [ramp(1), ramp(2, 10), ramp(1, 100)]
@@ -95,7 +95,7 @@ def test_a_failing_execution_fails_its_requests_and_nothing_else(
 def test_what_takes_longer_than_predicted_is_answered_later(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """A request that takes longer than predicted is answered later, together with the others of its batch."""
+    """If a request takes longer than predicted, execute() returns first, and all requests of the batch are answered later."""
     engine = start_engine()
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": ramp(2)}), FakeRequest({"x": np.zeros((1, 4), np.float32)})]
@@ -174,7 +174,7 @@ def test_a_fault_in_serving_a_client_leaves_the_others_served(
     for request in requests:
         assert engine.execute([request]) is None
     with pytest.raises(queue.Empty):
-        requests[0].answers.get(timeout=0.2)  # A check happens in this time.
+        requests[0].answers.get(timeout=0.2)  # The thread checks for cancellations in this time.
 
     runtime.device.gate.set()
 
@@ -186,7 +186,7 @@ def test_a_fault_in_serving_a_client_leaves_the_others_served(
 def test_executions_of_any_length_and_depth_do_not_mix(
     start_runtime: StartRuntime, doubling: Path, depth: int, seconds: float
 ) -> None:
-    """For any length and depth of executions, each request gets its own rows."""
+    """Each request gets its own rows, whatever the duration of executions and the depth are."""
     runtime = start_runtime(load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0}}"))
     runtime.device.seconds = seconds
     engine = make_engine(runtime, doubling)
@@ -293,7 +293,10 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
 
 
 def test_a_preprocess_that_changes_the_rows_is_named(start_engine: StartEngine) -> None:
-    """If `preprocess` changes the number of rows, the error names it, unless `postprocess` restores the number."""
+    """If `preprocess` changes the number of rows, the request fails with an error that names the hook.
+
+    It does not fail if `postprocess` restores the number of rows.
+    """
 
     def doubled(arrays: dict[str, Array]) -> dict[str, Array]:
         return {"x": np.repeat(arrays["x"], 2, axis=0)}
@@ -356,7 +359,7 @@ def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
 def test_a_request_waits_whose_runtime_ends_during_its_hook(
     runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
 ) -> None:
-    """If the runtime ends during a request's hook, the memory of its connection is gone.
+    """If the runtime ends during a request's hook, the connection is closed and its memory is gone.
 
     The next runtime answers the request.
     """
@@ -385,7 +388,7 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
 
 
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
-    """If no next runtime comes within `stub.retry_s`, requests in flight and later ones fail. In this test, it is 0.
+    """Requests in flight and later ones fail if no next runtime comes within `stub.retry_s`, which is 0 in this test.
 
     When the engine is closed, the old connections are closed as well.
     """
@@ -443,7 +446,7 @@ def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -
 
 
 def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: StartEngine) -> None:
-    """If a hook returns [N] and the model's configuration has [N, 1], the output gets this shape."""
+    """If a hook returns an array of shape [N] and the model's configuration has [N, 1], the output is sent as [N, 1]."""
     engine = start_engine(
         Hooks(postprocess=lambda arrays: {"best": arrays["y"].max(axis=1)}),
         (WireTensor("best", "f32", (-1, 1)),),
@@ -498,7 +501,7 @@ def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
 def test_memory_that_was_refused_once_is_requested_again(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
-    """If there is no memory for a batch, it is refused. Each later batch requests memory again."""
+    """If there is no memory for a batch, the batch is refused. Each later batch requests memory again."""
     engine = start_engine()
     first = engine.execute([FakeRequest({"x": ramp(1)})])
     assert first is not None

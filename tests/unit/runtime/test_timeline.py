@@ -47,7 +47,7 @@ def test_loads_that_end_without_weights() -> None:
 
 
 def test_an_answer() -> None:
-    """An answer has the ages of the spans' starts, and the number from which the reader continues."""
+    """The answer to a reader has the age of each span's start, and the number with which the reader continues."""
     timeline = Timeline()
     timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
     assert timeline.answer("i", 0, 17.5) == {
@@ -60,7 +60,7 @@ def test_an_answer() -> None:
 
 
 def test_arrivals_are_kept_for_a_reader_only() -> None:
-    """Requests are recorded only after a reader has asked for them, until none has asked for ten seconds."""
+    """Requests are recorded only after a reader has read them once, until no reader has done so for ten seconds."""
     timeline = Timeline()
     calls = ev.Request(2, "a@1", 1, 4, deadline=13.5, priority=3, run=7)
     timeline.happened(ev.RequestsArrived((ev.Request(1, "a@1", 0, 1),)), 10.0)
@@ -68,7 +68,7 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
 
     timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, accepted=True))), 12.0)
     answer = timeline.arrivals.answer("i", 0, 12.5)
-    assert answer["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # Request 3 came before a restart.
+    assert answer["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # Request 3 arrived before a restart.
     assert (answer["instance"], answer["first"], answer["next"], answer["end"]) == ("i", 0, 2, 2)
 
     timeline.happened(ev.RequestsArrived((ev.Request(4, "b@1", 0, 2),)), 12.5 + ARRIVALS_S)
@@ -76,9 +76,9 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
 
 
 def test_a_slow_reader_learns_what_it_has_lost() -> None:
-    """The oldest requests are dropped first.
+    """If a reader is slow, the oldest requests are dropped.
 
-    A slow reader sees the loss, because `first` is above the number it asked for.
+    The reader notices this, because `first` in the answer is above the number that it requested.
     """
     arrivals = RecentArrivals(2)
     arrivals.answer("i", 0, 0.0)

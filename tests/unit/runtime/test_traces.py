@@ -37,7 +37,7 @@ BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows"
 
 
 class Played:
-    """A timeline and traces that get the events which a loop would send."""
+    """A timeline and traces. A test sends them the events that a loop would send."""
 
     def __init__(self, length: int = 100) -> None:
         self.timeline = Timeline()
@@ -74,7 +74,7 @@ def span(
 
 
 def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
-    """The trace of a request has the part of the load that it waited for. A request that is not traced has no span."""
+    """A request's trace has the part of the load for which the request waited. A request without a trace has no span."""
     played = Played()
     played.begins(ev.LoadWeights("a@1", 1), 9.0)
     played.arrives(1, 10.0)
@@ -106,9 +106,9 @@ def test_requests_of_one_execution_share_its_number() -> None:
 
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
-    """The spans of a refused or expired request have the reason.
+    """The `queue` span of a refused or expired request has the reason.
 
-    The span of its load says that the load is still under way.
+    If its model's weights were loading, the `load` span says that the load is still under way.
     """
     played = Played()
     if loading:
@@ -128,7 +128,7 @@ def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
 
 
 def test_a_second_try_is_a_second_execution() -> None:
-    """If an execution is retried, it has two spans. The queue has one."""
+    """A request whose execution is retried has two `execute` spans and one `queue` span."""
     played = Played()
     played.arrives(1, 10.0)
     played.begins(ev.Execute(7, "a@1", 0, 1, 1, (1,)), 11.0)
@@ -174,7 +174,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def reported_spans(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
-    """Return the spans of stub and runtime by name, as soon as the span `last` is there."""
+    """Wait for the span `last`. Return the spans of stub and runtime by name."""
     spans: dict[str, Span] = {}
 
     def there() -> bool:
@@ -192,7 +192,8 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
     """The stub's and the runtime's spans of a request are inside its `infer` span, whose parent is the client's span."""
-    # With a longer time, executions would seem to begin before their requests.
+    # An execution's span begins `seconds` before its end. The fake device does not sleep, so the span of an execution could
+    # begin before its request.
     runtime.device.seconds = 0.0
     engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
 
@@ -266,7 +267,10 @@ def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -
 def test_a_request_without_a_runtime_is_traced(
     runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
 ) -> None:
-    """A traced request that fails for lack of a runtime has a span, which waits for the next report. Others have none."""
+    """A traced request that fails for lack of a runtime has a span, which is sent with the next report.
+
+    A request that is not traced has no span.
+    """
     engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
     runtime.stop()
     wait_until(lambda: engine.session.reading is None and meta.session.reading is None)
@@ -285,7 +289,7 @@ def test_a_request_without_a_runtime_is_traced(
 def test_spans_that_a_runtime_does_not_take_are_counted(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spans that a runtime did not read are reported as dropped with the next report."""
+    """If a runtime does not read a report of spans, the next report counts these spans as dropped."""
     engine, tried = start_engine(), threading.Event()
     real = RuntimeConnection.report_spans
 
@@ -320,7 +324,7 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
     assert "expected shape" in bad.error
     waits = [entry for entry in command(os.getpid(), {"command": "traces"})["spans"] if entry[3] == "queue"]
-    # The waits are for admission and for the device.
+    # One `queue` span is the wait for admission, the other one the wait for the device.
     assert {wait[1] for wait in waits} == {whole.id, good.id}
     assert (good.error, whole.error, infer.error) == ("", "", "")
     assert spans["execute"].parent == good.id
@@ -364,7 +368,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
 def test_marks_of_requests_that_are_refused_do_not_stay(
     runtime: Runtime, doubling: Path, start_meta: StartMeta
 ) -> None:
-    """The marks of refused requests and calls are removed, even if the scheduler never gets the request."""
+    """The trace marks of refused requests and calls are removed, even if the scheduler never gets the request."""
     engine = make_engine(runtime, doubling)
     parameters = json.dumps({"rsrv_run": "1"})
     (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=parameters, traceparent=SAMPLED))
@@ -380,7 +384,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
 
 
 def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubling: Path) -> None:
-    """Marks whose requests never come are dropped. Later requests are traced."""
+    """Trace marks whose requests never arrive are dropped. Later requests are still traced."""
     engine = make_engine(runtime, doubling)
     for start in range(1000, 6000, 1000):
         engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])

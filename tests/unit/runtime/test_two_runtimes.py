@@ -55,7 +55,7 @@ class TwoRuntimes:
         self.runtimes[device].device.gate.clear()
 
     def send(self, device: int, *requests: FakeRequest) -> None:
-        """Give a batch to a device. The replica answers it later."""
+        """Send a batch to the engine of a device, which answers it later."""
         assert self.engines[device].execute(list(requests)) is None
 
 
@@ -69,8 +69,8 @@ def request(start: float) -> FakeRequest:
 
 
 def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of twelve executions is divided between both devices, because this takes less time, and each answer is right."""
-    # With this, a runtime that waits for a processor does not seem to be stopped.
+    """A batch of twelve executions is divided between both devices, because this takes less time. Each answer is right."""
+    # Otherwise a runtime that waits for a processor might seem to be stopped.
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", inf)
     batch = [request(number) for number in range(12)]
     wait_until(lambda: all((expected := engine.forecast()) and expected.warm for engine in two.engines))
@@ -102,7 +102,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
 def test_a_batch_that_is_answered_in_place_survives_as_well(
     start_runtime: StartRuntime, doubling: Path
 ) -> None:
-    """A batch of two executions that is answered in place outlives its runtime: the other device answers both, later."""
+    """If a runtime dies while a batch of two executions is answered in place, the other device answers both later."""
     two = TwoRuntimes(start_runtime, doubling, "")
     two.hold(0)
     batch = [request(0), request(1)]
@@ -119,7 +119,10 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
 def test_requests_behind_a_broken_connection_survive(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
-    """If a runtime dies before it gets the first frame of a batch, all requests are repeated, even if memory has older answers."""
+    """If a runtime dies before it gets the first frame of a batch, all requests of the batch are repeated.
+
+    The memory of these requests still has the answers to an earlier batch, which must not be used.
+    """
     two = TwoRuntimes(start_runtime, doubling, "")
     # No answer begins with a zero byte. Memory without an answer does.
     batch = [request(number + 0.1) for number in range(12)]
@@ -147,7 +150,7 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
     two.runtimes[0].device.gate.wait_until_held()
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
-    # After this, the loop publishes its board again.
+    # The loop accepts this connection, and then publishes its board again.
     two.runtimes[0].open().sock.close()
     wait_until(lambda: two.engines[0].answers_in_s() > 0.3)
     wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
@@ -158,7 +161,10 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
 
 
 def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
-    """If a runtime is stopped, its device looks busy without any request. The idle runtime still looks free."""
+    """If a runtime is stopped, the stub regards its device as busy, even without requests.
+
+    The other device, whose runtime is idle, still looks free.
+    """
     go_on = two.runtimes[0].device.uploads
     go_on.clear()
     two.runtimes[0].loop._inbox.post(go_on.enter)
@@ -175,9 +181,9 @@ def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
 def test_a_runtime_that_does_not_notice_requests_looks_busy(
     two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime that stops just after a round still seems idle on its board.
+    """If a runtime stops just after a round, its board still shows an idle device.
 
-    Because of the requests sent to it, it looks busy.
+    The stub regards the device as busy nevertheless, because the runtime has not read the requests sent to it.
     """
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", 60.0)
     blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads

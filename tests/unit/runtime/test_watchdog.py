@@ -1,4 +1,4 @@
-"""The watchdog, the tasks of the threads, and the task that hangs. The tests set the clock."""
+"""The watchdog, and the slots in which threads publish their tasks. The tests set the clock."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ class Watch:
         place.mark_hung()
 
     def passes(self, seconds: float, checks: int | None = None) -> list[str]:
-        """Advance the clock by `seconds`, with `checks` checks or at the usual interval. Return the models that hang."""
+        """Advance the clock by `seconds`, in `checks` checks or one per usual interval. Return the models that hang."""
         self.found.clear()
         count = round(seconds / self._dog.interval_s) if checks is None else checks
         for _ in range(count):
@@ -58,7 +58,7 @@ def watch(activity: Activity) -> Watch:
 
 @contextmanager
 def on(place: ActivitySlot, thread: int, key: str, expected: float = 0.0) -> Iterator[None]:
-    """Execute on this thread while the context lasts."""
+    """Occupy the slot with an execution on thread `thread` until the block ends."""
     place.thread = thread
     place.begin(Phase.EXECUTING, key, 8, expected)
     yield
@@ -83,7 +83,7 @@ def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watc
 def test_a_long_execution_may_take_a_hundred_times_its_expected_time(
     activity: Activity, watch: Watch
 ) -> None:
-    """An execution may take a hundred times its expected time, if this is longer than the limit."""
+    """An execution may take a hundred times its expected time if this is longer than the usual limit."""
     activity.read.begin(Phase.EXECUTING, "m@1", 8, 2.0)
 
     assert watch.passes(200) == []
@@ -98,7 +98,7 @@ def test_executions_that_end_are_never_found(activity: Activity, watch: Watch) -
 
 
 def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """If a process was stopped for ten minutes, this time counts only as two intervals."""
+    """If a process was stopped for ten minutes, only two check intervals of this time count."""
     activity.launch.begin(Phase.EXECUTING, "m@1")
     assert watch.passes(10) == []
 
@@ -109,9 +109,9 @@ def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Wat
 
 
 def test_a_task_that_waits_for_the_device_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """A synchronous device names the thread that it executes for.
+    """A synchronous device executes for one thread at a time, and names this thread.
 
-    A task of another thread waits for it, and does not hang.
+    If a task of another thread waits for the device, the waiting task does not hang.
     """
     activity.launch.thread, activity.warm_up.thread = 1, 2
     activity.launch.begin(Phase.EXECUTING, "waits@1")
@@ -137,7 +137,7 @@ def test_the_first_of_executions_launched_ahead_hangs(activity: Activity, watch:
 def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
     """Each tensor of a load may take a hundred times its expected time.
 
-    The time in which the load waits for the device is left out.
+    The time for which the load waits for the device does not count.
     """
     for _ in range(10):
         activity.weights.begin(Phase.LOADING, "m@1", 5 * 10**9, 5.0)
@@ -151,7 +151,7 @@ def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
 
 
 def test_a_compilation_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
-    """Each module may take minutes to compile. Reading the bundle and the weights has no limit."""
+    """The compilation of each module may take minutes. Reading the bundle and the weights has no time limit."""
     with activity.build.doing(Phase.BUILDING, "m@1", expected=inf):
         assert watch.passes(10_000) == []
         for _ in range(3):
@@ -326,9 +326,9 @@ def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
 
 
 def test_each_execution_of_a_warm_up_has_its_own_limit(doubling: Path) -> None:
-    """Each of the twelve executions of a warm-up, four for each of three sizes, is a task with its own limit.
+    """Each execution of a warm-up is a task with its own limit, because a warm-up of many sizes may take long.
 
-    A warm-up of many sizes may take long.
+    This warm-up has twelve executions, four for each of three sizes.
     """
     place = ActivitySlot()
     numbers: list[int] = []

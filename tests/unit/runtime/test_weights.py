@@ -41,7 +41,10 @@ _RESIDENCIES = ("unpinned", "system", "device")
 
 @pytest.fixture(scope="session")
 def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return models `a` to `c` for y = 2 x + 1 to 3. Each has a tensor of its own, and all share another one."""
+    """Return models `a`, `b` and `c`, which compute 2 x + 1, 2 x + 2 and 2 x + 3.
+
+    Each has one tensor of its own and one tensor that all three share.
+    """
     folder = tmp_path_factory.mktemp("bundles")
     return {
         name: export_doubling(folder / name, a=[w, w, w], base=[9, 9, 9]) for w, name in enumerate("abc", 1)
@@ -150,7 +153,7 @@ def test_equal_tensors_are_stored_once_on_both_tiers(house: House, relatives: di
 def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
     house: House, relatives: dict[str, Path]
 ) -> None:
-    """When one of two models with a shared tensor leaves, only its own tensor is freed, on both tiers."""
+    """When one of two models with a shared tensor is unloaded, only its unshared tensor is freed, on both tiers."""
     house.start()
     first, second = (house.engine(relatives[name]) for name in "ab")
 
@@ -164,7 +167,10 @@ def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
 
 
 def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str, Path]) -> None:
-    """With room for one, models that share a tensor replace each other, and the shared tensor stays on the device."""
+    """If the device has memory for one model, models that share a tensor replace each other.
+
+    The shared tensor stays on the device.
+    """
     house.start(f"weight_budget_bytes: {2 * _BYTES}", limit=2 * _BYTES)
     engines = [house.engine(relatives[name]) for name in "abc"]
     before = house.runtime.device.uploaded
@@ -180,7 +186,7 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
 def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A model is pinned: its weights are loaded from the host copy, which is then dropped."""
+    """When a model is pinned, its weights are loaded from the host copy. After that, the copy is dropped."""
     path = tmp_path / "a"
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")
@@ -193,7 +199,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
 
     set_residency(house.runtime, "a", "device")
     with pytest.raises(Rejected):
-        # When this is rejected, the build thread has executed the command before it.
+        # When this registration is rejected, the build thread has carried out the earlier command.
         house.engine(tmp_path / "nothing")
     house.runtime.device.uploads.set()
 
@@ -227,7 +233,7 @@ def test_every_residency_follows_every_other(
 def test_the_residency_changes_while_the_weights_are_on_their_way(
     house: House, doublings: dict[str, Path], residency: str
 ) -> None:
-    """A residency that changes during a load applies after it, and the request is answered."""
+    """If the residency changes during a load, the change applies after the load. The waiting request is answered."""
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, _ = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.uploads.clear()
@@ -386,7 +392,7 @@ def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path])
 def test_an_execution_without_memory_is_tried_once_more(
     house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
 ) -> None:
-    """If an execution finds no memory, all other models are evicted and it is retried."""
+    """If an execution finds no memory, all other models are evicted and the execution is retried."""
     house.start(asynchronous=asynchronous)
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where)
@@ -419,7 +425,10 @@ def test_a_load_without_memory_is_tried_once_more(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A load without memory is retried with all others evicted; if that fails, only its requests fail."""
+    """If a load finds no memory, all other models are evicted and the load is retried.
+
+    If the retry also finds no memory, only the requests for this model fail.
+    """
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     a, b, c = (house.engine(doublings[name]) for name in "abc")
     house.runtime.device.fail_next("upload")
@@ -432,7 +441,7 @@ def test_a_load_without_memory_is_tried_once_more(
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     caplog.set_level(logging.INFO, "rsrv.runtime.weight_manager")
     assert refused(answer_of(send_one(a)), FakeError.INTERNAL, "could not be loaded")
-    # Each eviction has a line of its own, because no load has a line that names it.
+    # The failed load has no line that could name the evicted models, so each eviction has its own line.
     gone = [
         fields
         for record in caplog.records
@@ -564,7 +573,7 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
 def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
-    """If a stub leaves during the compilation, the host's copy is freed and nothing is loaded."""
+    """If a stub leaves while its model is compiled, the host copy is freed and nothing is loaded."""
     house.start()
     house.runtime.device.compiles.clear()
     registering = register(house.runtime, "a", doublings["a"])

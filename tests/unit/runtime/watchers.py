@@ -19,7 +19,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 class Watcher:
-    """A connection that watches a runtime. `entries` is the snapshot with all changes that were read since."""
+    """A connection that watches a runtime. `entries` is the first snapshot plus all changes that were read later."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._greeted = runtime.open()
@@ -64,7 +64,7 @@ class Watcher:
             self.read()
 
     def catch_up(self, revision: int) -> None:
-        """Read until the change with this number."""
+        """Read changes up to the change with this revision."""
         self.until(lambda: self.revision >= revision)
 
     def of(self, name: str) -> dict[str, Any] | None:
@@ -79,7 +79,7 @@ class Watcher:
         return entry is not None and fields.items() <= entry.items()
 
     def history(self, name: str, field: str) -> list[Any]:
-        """Return the values of a field in the order of the changes. None: the entry was removed."""
+        """Return the values of a field in the order of the changes. The removal of the entry appears as None."""
         return [None if change is None else change[field] for who, change in self.seen
                 if who == name and (change is None or field in change)]  # fmt: skip
 
@@ -123,7 +123,10 @@ class Operator:
     def follow(
         self, document: Mapping[str, Any], *, whole: bool = False, instance: str = "ours"
     ) -> dict[str, Any]:
-        """Send changes of the document, or the whole document. Return the answer if it is an error, else {}."""
+        """Send a `follow` command with changes of the settings document, or with the whole document.
+
+        Return the answer if it is an error, otherwise {}.
+        """
         now = self._runtime.loop._commands.applied
         since = now.revision if instance == now.instance and not whole else None
         if since is None:

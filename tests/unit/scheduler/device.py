@@ -1,7 +1,7 @@
 """A device and a link in virtual time, for tests that need more than single steps.
 
-Executions run one after the other, each for its cost (times `slower`); a load takes its model's seconds;
-ticks come when the scheduler asks for them. Saturated models always have work.
+Executions run one after the other. Each takes its cost, times `slower`. A load takes the seconds that were set for its model.
+Ticks are sent when the scheduler asks for them. Saturated models always have work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
-#: The most ticks for which a scheduler may ask at one moment. More would be an endless loop.
+#: Maximum number of ticks that a scheduler may ask for at one moment. More ticks would be an endless loop.
 _MOST_TICKS = 100
 
 
@@ -70,7 +70,7 @@ class Device(Driver):
         warm_up: bool = False,
         expected: float | None = None,
     ) -> None:
-        """Add a model whose loads take `load` seconds. The scheduler expects `expected` seconds, by default the same."""
+        """Add a model whose loads take `load` seconds. The scheduler expects `expected` seconds, by default also `load`."""
         program = replace(program, load_seconds=load if expected is None else expected)
         self.programs[program.model] = program
         self.load_seconds[program.model] = load

@@ -1,7 +1,7 @@
 """Drive a scheduler in virtual time, and check its rules after each event.
 
-After each event the invariants are checked. The driver checks from outside what they cannot see: that each request ends
-once, that executions consist of waiting requests, on resident weights, and that runs are admitted in order.
+After each event, the driver checks the scheduler's own invariants. It also checks from outside what these cannot see: that each
+request ends once, that executions consist of waiting requests and use resident weights, and that runs are admitted in order.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from rsrv.scheduler.statistics import Cause
 
 #: Parametrizes a test by the name of each discipline.
 every_discipline = pytest.mark.parametrize("discipline", sorted(DISCIPLINES))
-#: Disciplines under which the next execution has the first of all requests that can execute.
+#: Disciplines that always execute the first one of all requests that can execute.
 FIRST_OF_ALL = ("fifo", "edf")
 
-#: The cost of one execution of a size, by default.
+#: Default costs: seconds of one execution by variant and size.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}
 
 
@@ -119,7 +119,8 @@ class Driver:
         self.ended: dict[int, Finish] = {}
         #: Waiting requests by id.
         self.waiting: dict[int, Request] = {}
-        #: The latest number of a request, except requests that have moved up in their runs during this event.
+        #: The highest number that a request had before this event, plus the number of requests that arrive with it. Requests that
+        #: move up in their runs during the event get higher numbers.
         self._numbered = 0
         #: All requested runs by id.
         self.asked: dict[int, Run] = {}
@@ -141,7 +142,7 @@ class Driver:
         self.generative: set[str] = set()
         #: Models whose requests may execute at a later variant than their own.
         self.padded: set[str] = set()
-        #: Ids of the runs that were in progress when a model was told to drain, by model.
+        #: By model: ids of the runs that were in progress when the model's pause last changed.
         self.finishing: dict[str, set[int]] = {}
         #: Whether the scheduler winds down, or has come to rest.
         self.winding_down = False
@@ -159,11 +160,11 @@ class Driver:
         self.warming: set[str] = set()
         #: Models whose load the scheduler gave up.
         self.given_up: list[str] = []
-        #: Whether any model may have had a limit of idleness so far.
+        #: True if a model has, or once had, a limit for idle weights.
         self.idling = False
         #: The latest model whose warm-up is repeated.
         self.warming_again = ""
-        #: Requests whose execution found no memory.
+        #: Requests of executions that found no memory and wait for their retry.
         self.again: set[int] = set()
         #: Number of executions that wait for their retry.
         self.second_tries = 0
@@ -210,7 +211,7 @@ class Driver:
         if isinstance(event, ModelAdded | CopyChanged):
             name = event.program.model if isinstance(event, ModelAdded) else event.model
             absent = event.on_disk if isinstance(event, ModelAdded) else not event.present
-            if name not in self.reading:  # the end of the read updates it
+            if name not in self.reading:  # Otherwise the end of the read updates the set.
                 (self.on_disk.add if absent else self.on_disk.discard)(name)
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
@@ -470,7 +471,7 @@ class Driver:
                 self.resident.remove(instruction.model)
 
     def _idle_evictions(self) -> dict[str, int]:
-        """Return by model the number of evictions for idleness. It is empty if no model had a limit."""
+        """Return the number of evictions for idleness by model. The result is empty if no model ever had a limit."""
         if not self.idling:
             return {}
         models = self.scheduler._models
@@ -486,17 +487,20 @@ class Driver:
         return self.paused.get(model) is Pause.HOLD
 
     def _place(self, request: Request) -> Place | None:
-        """Return the place of a waiting request. None: it has ended, or has moved up in its run during this event."""
+        """Return the place of a waiting request in the order.
+
+        Return None if the request has ended, or has moved up in its run during this event.
+        """
         entry = self.scheduler._queues.live.get(request.id)
         return entry.place if entry is not None and entry.place[2] <= self._numbered else None
 
     def _committed(self, request: Request) -> bool:
-        """Return whether a waiting request is committed, as the oldest one of its run."""
+        """Return whether a waiting request is committed, because it is the oldest request of its run."""
         place = self._place(request)
         return place is not None and place[0] == COMMITTED_LEVEL
 
     def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
-        """Check that the requests which did not end at once were admitted by the rules."""
+        """Check that each request which did not end at once was accepted by the rules."""
         at_once = {instruction.request for instruction in out if isinstance(instruction, Finish)}
         for request in requests:
             if request.id in at_once:
@@ -508,7 +512,7 @@ class Driver:
             assert request.accepted or len(ahead) < self.limits[request.model]
 
     def _urgency(self, due: float | None) -> float:
-        """Return the part of the order that the discipline adds. It comes before the number."""
+        """Return the discipline's part of a place. It is compared before the number."""
         if self.settings.discipline != "edf":
             return 0.0
         return inf if due is None else due
@@ -519,7 +523,7 @@ class Driver:
         run = self.waiting_runs[id]
         assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
-        # Runs have numbers in the order of arrival, as requests do.
+        # The ids of runs are in the order of arrival.
         able = [waiting_run for waiting_run in self.waiting_runs.values() if not self._stalled(waiting_run)]
         assert self._run_order(run) == min(map(self._run_order, able))
         assert id not in self.left_waiting
@@ -544,7 +548,7 @@ class Driver:
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
         assert execute.number not in self.executing
-        # If the scheduler winds down, only runs and generations in progress may cause executions, and retries.
+        # While the scheduler winds down, only runs in progress, generations and retries may cause executions.
         generating = any(
             waiting_request.model in self.generative for waiting_request in self.waiting.values()
         )
@@ -573,7 +577,7 @@ class Driver:
             return
         invariants.check_start(self.scheduler, execute, self._numbered)
         if self.settings.discipline in FIRST_OF_ALL:
-            # Models whose requests may wait for others to join them are left out.
+            # Leave out models whose requests may be delayed.
             able = [
                 place
                 for waiting_request in self.waiting.values()

@@ -19,7 +19,7 @@ def test_one_short_of_a_big_batch_pads_up() -> None:
 
 
 def test_few_waiting_are_not_worth_the_big_size() -> None:
-    """Two requests of one row run one by one if size 32 costs more than both executions."""
+    """Two requests of one row run in two executions of size 1 if size 32 costs more than both executions."""
     assert plan_batch([1, 1], [1, 32], [0.001, 0.004]) == Batch(size=1, count=1, rows=1, seconds=0.001)
 
 
@@ -83,7 +83,10 @@ def test_empty_front_does_not_stop_others() -> None:
 
 
 def test_without_coalescing_the_front_runs_alone() -> None:
-    """A model that does not coalesce runs the first request alone, at the smallest size that holds it, even if another is cheaper."""
+    """If a model does not coalesce, its first request runs alone, at the smallest size that holds the request.
+
+    A larger size is not chosen, even if it is cheaper.
+    """
     assert plan_batch([3, 1], [2, 4, 8], [9.0, 9.0, 0.1], coalesce=False) == Batch(4, 1, 3, 9.0)
     assert plan_batch([0, 1], [2, 4], [9.0, 0.1], coalesce=False) == Batch(2, 1, 0, 9.0)
 
@@ -137,7 +140,7 @@ def test_agrees_with_trying_everything(
 
 #: Two lengths. A long row costs sixteen times as much as a short one, as on a CPU.
 SLOW = {0: VariantCosts({1: 1.0, 4: 4.0}), 1: VariantCosts({1: 16.0, 4: 64.0})}
-#: Two lengths that cost about the same, as on a device that small executions occupy only half.
+#: Two lengths that cost about the same, as on a device that small executions do not use fully.
 FLAT = {0: VariantCosts({1: 1.0, 4: 1.1}), 1: VariantCosts({1: 1.2, 4: 1.4})}
 
 
@@ -158,13 +161,13 @@ def test_short_requests_take_no_place_from_long_ones() -> None:
 
 
 def test_rows_that_would_be_empty_are_filled_with_shorter_requests() -> None:
-    """Three long requests leave the fourth row of the size free. A short request takes it, which costs nothing."""
+    """Three long requests leave one row of size 4 free. A short request takes this row at no additional cost."""
     plan = plan_padded_batch({0: [1] * 9, 1: [1] * 3}, FLAT, 1)
     assert (plan.size, plan.counts) == (4, {1: 3, 0: 1})
 
 
 def test_a_deadline_leaves_out_slow_executions_of_longer_variants() -> None:
-    """An execution of a longer variant that costs less per row is not chosen if it ends after the first request's deadline."""
+    """A longer variant is not chosen, although it costs less per row, if it would miss the first request's deadline."""
     assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0, limit=1.3).variant == 0
 
 

@@ -57,10 +57,10 @@ def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
 
 
 def test_an_estimate_that_is_not_measured_sinks_to_its_seed() -> None:
-    """While another size is as fast as its seed, the estimate of a size that is not measured falls to its seed.
+    """If samples of one size confirm its seed, the estimate of another size that is not measured falls to its own seed.
 
-    Seeds are 1 ms and 4 ms, and size 8 is at 20 ms. One more sample of size 1 removes 1 % of the excess of 16 ms: 19.84
-    ms.
+    The seeds are 1 ms and 4 ms, and the estimate of size 8 is 20 ms. One more sample of size 1 removes 1 % of the excess of 16
+    ms: 19.84 ms.
     """
     costs = VariantCosts({1: 0.001, 8: 0.004})
     costs.seconds[1] = 0.020
@@ -94,7 +94,7 @@ def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
 
 
 def test_costs_of_single_executions() -> None:
-    """Sizes 1, 8 and 32 cost 1, 9 and 5 ms: 8 rows are cheapest at size 32, although size 8 would hold them."""
+    """Sizes 1, 8 and 32 cost 1, 9 and 5 ms. So 8 rows are cheapest at size 32, although size 8 is the smallest fit."""
     costs = VariantCosts({1: 0.001, 8: 0.009, 32: 0.005})
 
     assert [costs.cheapest_seconds(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]
@@ -129,7 +129,7 @@ def test_worked_example_of_draining() -> None:
 def test_draining_is_what_planning_does_with_singles(
     seeds: dict[int, int], rows: int, max_rows: int | None
 ) -> None:
-    """`drain_seconds` is the cost of planning rows of one request each, one execution after another."""
+    """`drain_seconds` is the total cost of all planned executions for a queue of requests with one row each."""
     costs = VariantCosts({size: float(cost) for size, cost in seeds.items()}, max_rows=max_rows)
     total, remaining = 0.0, rows
     while remaining:

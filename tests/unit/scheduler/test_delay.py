@@ -55,7 +55,7 @@ def test_a_full_batch_does_not_wait(discipline: str) -> None:
 def test_the_delay_counts_from_the_first_arrival() -> None:
     """The delay begins with the first request.
 
-    A request that arrives 1 ms before its end shares the execution, or has its own delay.
+    A request that arrives 1 ms before the end of the delay shares the execution, or has its own delay.
     """
     device = delayed()
     first = device.request()
@@ -124,7 +124,10 @@ def test_removal_ends_the_wait() -> None:
 
 @every_discipline
 def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str) -> None:
-    """The deadline of a request that is not the first one also limits the delay, so that it does not pass on an idle device."""
+    """The deadline of a request that is not the first one also limits the delay.
+
+    Otherwise the deadline would pass while the device is idle.
+    """
     device = delayed(discipline, delay=1.0)
     front, dated = device.request(priority=1), device.request(deadline=0.5)
     device.arrive(front, dated)
@@ -136,9 +139,9 @@ def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str
 
 @every_discipline
 def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str) -> None:
-    """The delay of a request of four rows ends early enough for one execution of all its rows.
+    """The delay of a request of four rows ends early enough to execute all rows in one execution before the deadline.
 
-    It takes 20 ms, whereas four requests of one row would take 4 ms.
+    This execution takes 20 ms. Four executions of one row would take only 4 ms.
     """
     device = Device(SchedulerSettings(discipline=discipline))
     device.model(program("a", {(0, 1): 0.001, (0, 8): 0.020, (0, 64): 0.040}, max_delay=1.0))
@@ -152,7 +155,7 @@ def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str)
 
 @pytest.mark.parametrize("delay", [0.5, 2.0])
 def test_a_model_that_was_held_back_saves_no_credit(delay: float) -> None:
-    """A model whose requests were delayed gets no credit for this time, so no other model waits longer afterwards."""
+    """A model whose requests were delayed gets no credit for the delay. So no other model waits longer afterwards."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}))
     device.model(program("y", {(0, 1): 0.01, (0, 100): 0.0999}, max_delay=delay, max_queue_depth=2000))

@@ -11,7 +11,7 @@ from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import executions, ids, program
 
-#: Seconds of rounding that the scheduler tolerates, and that a test may tolerate.
+#: Rounding error in seconds that the scheduler tolerates, so the tests tolerate it as well.
 SLACK = 4e-6
 
 
@@ -179,14 +179,17 @@ def test_shed_exactly_when_it_could_not_be_met(
             assert device.ended_at[request.id] <= request.deadline + SLACK
         else:
             then = device.ended_at[request.id]
-            # This includes executions that were launched in the same answer in which the request ended.
+            # Executions that were launched by the same event that ended the request count as well.
             free = max((end for start, end, _ in device.executed if start <= then), default=then)
             cost = device.programs[request.model].costs[0, 1]
             assert max(then, free) + cost > request.deadline - SLACK
 
 
 def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
-    """A request of 1 ms with 1 ms left executes alone, and not in a batch of 8 ms, however sums are rounded."""
+    """A request of 1 ms with 1 ms left executes alone, and not in a batch of 8 ms.
+
+    Rounding errors of sums do not change this.
+    """
     for step in range(50):
         device = edf()
         device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))
@@ -198,7 +201,7 @@ def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
 
 
 def test_a_request_whose_load_comes_too_late_ends_when_that_is_certain() -> None:
-    """The link is busy for longer than expected. A request is shed at the latest possible start of its load."""
+    """The link is busy for longer than expected. A request is shed when its load can no longer start early enough."""
     device = edf()
     device.model(program("a", weight_bytes=100), load=1.5, expected=1.0, resident=False)
     device.model(program("b", weight_bytes=100), load=1.0, resident=False)

@@ -35,9 +35,9 @@ _residents = st.lists(_resident, max_size=12).map(
 
 @given(_residents, st.integers(-10, 600))
 def test_room_is_made_exactly(residents: list[Resident], missing: int) -> None:
-    """The choice frees enough bytes if that is possible.
+    """The choice frees enough bytes, if that is possible.
 
-    It has no model in vain, and none with work if idle models are enough.
+    No chosen model could be left out. No model with work is chosen if idle models are enough.
     """
     chosen = choose_victims(missing, residents)
 

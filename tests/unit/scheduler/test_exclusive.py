@@ -1,4 +1,4 @@
-"""Requests that execute alone, because they may end the process. Then no other request of the device is suspected."""
+"""Requests that execute alone, because they may end the process. If they do, no other request is suspected."""
 
 from rsrv.scheduler.events import LoadWeights, Outcome, Prefetch
 from rsrv.scheduler.settings import SchedulerSettings
@@ -6,7 +6,7 @@ from tests.unit.scheduler.driver import Driver, every_discipline, executions, id
 
 
 def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
-    """A request that executes alone shares no batch: requests before it share one, and those after it another one."""
+    """A request that executes alone shares no batch. The requests before it share one batch, and those after it another one."""
     machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.0011}))
     machine.arrive(machine.request())
     before = machine.requests_of(2)
@@ -55,7 +55,7 @@ def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin(
 
 
 def test_a_request_that_executes_alone_waits_for_a_warm_up(machine: Driver) -> None:
-    """A request that executes alone waits for a warm-up, because untried code may end the process as well."""
+    """A request that executes alone waits for a warm-up, because code that never ran before may also end the process."""
     machine.add(program("a"))
     machine.add(program("b"), warm_up=True)
     assert not executions(machine.arrive(machine.request("a", exclusive=True)))
@@ -108,9 +108,9 @@ def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(disciplin
 
 
 def test_the_budget_falls_while_the_device_is_kept() -> None:
-    """While the device is kept for a request, a smaller budget evicts its weights.
+    """While the device is kept free for a request, a smaller budget evicts the weights of the request's model.
 
-    They are loaded again, and it executes.
+    The weights are loaded again, and the request executes.
     """
     machine = Driver(SchedulerSettings(weight_budget_bytes=300))
     machine.add(program("a"))

@@ -87,7 +87,7 @@ def test_a_prefetch_that_fails_fails_its_requests() -> None:
 
 
 def test_requests_evict_no_model() -> None:
-    """Of two models in room for one, the resident one stays, despite requests for the other."""
+    """If only one of two models fits on the device, the resident one stays, despite requests for the other one."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -99,7 +99,7 @@ def test_requests_evict_no_model() -> None:
 
 
 def test_a_shed_request_brings_no_weights() -> None:
-    """A request that is shed for its load's time loads no weights in explicit mode."""
+    """In explicit mode, no weights are loaded for a model whose request was shed and whose weights were evicted."""
     driver = explicit(discipline="edf")
     driver.add(program("a"), resident=False)
     bring(driver, "a")
@@ -116,7 +116,7 @@ def test_a_shed_request_brings_no_weights() -> None:
 
 
 def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
-    """A prefetch that does not fit is given up. It evicts no prefetched model, and its waiting requests are refused."""
+    """A prefetch that does not fit is given up, and evicts no prefetched model."""
     driver = explicit(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
@@ -128,7 +128,7 @@ def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
 
 
 def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
-    """A prefetch waits for the room of a model that is evicted after its execution. Then its requests execute."""
+    """A prefetch waits until an executing model can be evicted and frees enough memory. Then the waiting request executes."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("b", SINGLE), resident=False)
@@ -144,7 +144,7 @@ def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
 
 
 def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
-    """A prefetch waits for the room of a model that is removed after its last execution."""
+    """A prefetch waits for the memory of a model that is removed after its last execution."""
     driver = explicit(100)
     driver.add(program("old", SINGLE))
     driver.add(program("new", SINGLE), resident=False)
@@ -201,9 +201,9 @@ def test_pinned_weights_evict_unpinned_ones() -> None:
 
 
 def test_unpinning_frees_the_weights_at_once() -> None:
-    """Unpinned weights leave after their execution.
+    """Unpinned weights are evicted after the execution in progress.
 
-    New requests are refused at once, and waiting ones when the weights leave.
+    New requests are refused at once. Waiting requests are refused when the weights are evicted.
     """
     driver = explicit()
     driver.add(program("a", SINGLE, pinned=True), program("idle", pinned=True))
@@ -222,7 +222,7 @@ def test_unpinning_frees_the_weights_at_once() -> None:
 
 
 def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
-    """Changing the residency between kinds off the device leaves prefetched weights in place."""
+    """If a model was not pinned, unpinning it leaves its prefetched weights in place."""
     driver = explicit()
     driver.add(program("a"), resident=False)
     bring(driver, "a")
@@ -332,7 +332,7 @@ def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
 
 
 def test_what_came_for_requests_goes_before_these_execute() -> None:
-    """A prefetched model is evicted before its waiting requests have executed, and they are refused."""
+    """If a prefetched model is evicted while its requests still wait for the device, these requests are refused."""
     driver = explicit()
     driver.add(program("b", SINGLE))
     driver.add(program("a", SINGLE), resident=False)
@@ -398,7 +398,7 @@ def _pin_and_unpin(driver: Driver) -> None:
 def test_what_is_wished_during_a_warm_up_holds_after_it(
     wish: Callable[[Driver], None], stays: bool, loaded: bool
 ) -> None:
-    """A command given during a warm-up applies when it is over."""
+    """A command that arrives before the end of a warm-up applies after the warm-up."""
     driver = explicit()
     driver.add(program("a"), resident=False, warm_up=True)
     if loaded:
@@ -433,7 +433,7 @@ def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
 
 
 def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
-    """On a full device, a warm-up evicts a model, which is loaded again after it. Its requests wait."""
+    """On a full device, a warm-up evicts a model. Requests for this model wait, and it is loaded again after the warm-up."""
     driver = explicit(100)
     driver.add(program("a", SINGLE))
     driver.add(program("new"), resident=False, warm_up=True)
@@ -453,7 +453,7 @@ def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
 
 
 def test_compaction_brings_all_back() -> None:
-    """After a compaction, all models are loaded again, the latest used one first. No request is refused."""
+    """After a compaction, all models are loaded again, the most recently used one first. No request is refused."""
     driver = explicit()
     driver.add(program("a"), program("b"), program("c", SINGLE))
     driver.arrive(driver.request("c"))
@@ -520,7 +520,7 @@ def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
 
 
 def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
-    """A model that is to be evicted when the mode becomes explicit executes its sub-call and refuses other requests."""
+    """A model is to be evicted when the mode becomes explicit. It still executes its sub-call, and refuses other requests."""
     driver = Driver()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)
@@ -554,7 +554,7 @@ def test_what_would_come_for_the_next_request_does_not_when_a_control_plane_take
 
 
 def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
-    """A model that a compaction removed comes back although the mode becomes explicit."""
+    """A model that a compaction evicted is loaded again, even if the mode becomes explicit meanwhile."""
     driver = Driver()
     driver.add(program("a"), program("b"), program("c"))
     driver.send(Compact())
@@ -565,7 +565,7 @@ def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
 
 
 def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() -> None:
-    """If a load is being abandoned when the mode becomes explicit, and a request waits for it, it is repeated."""
+    """If a request waits for a load that is being abandoned when the mode becomes explicit, the load is repeated."""
     driver = Driver()
     driver.add(program("a"), program("b"), resident=False)
     gone, other = driver.request("a"), driver.request("b")
@@ -584,7 +584,7 @@ def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_repeated() 
 
 
 def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None:
-    """When the mode is explicit no more, requests cause loads and evictions again."""
+    """When the mode is no longer explicit, requests cause loads and evictions again."""
     driver = explicit(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)

@@ -37,9 +37,9 @@ class Fleet:
     now: float = 0.0
     #: Device time by model.
     got: dict[str, float] = field(default_factory=dict)
-    #: By model: the time since which it has had work without being served.
+    #: By model with work: the time when its wait for the next execution began.
     waiting: dict[str, float] = field(default_factory=dict)
-    #: For each execution: its model, and how long it had waited.
+    #: For each execution: its model, and how long the model had waited.
     waits: list[tuple[str, float]] = field(default_factory=list)
     saturated: set[str] = field(default_factory=set)
     _queued: set[str] = field(default_factory=set)
@@ -140,7 +140,7 @@ def test_idle_models_take_no_share(active: int) -> None:
 
 
 def test_idle_models_save_no_credit() -> None:
-    """A model that was idle for long gets an equal share from its return on, and no credit."""
+    """A model that was idle for long gets an equal share when it has work again, and no credit for the idle time."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -164,7 +164,7 @@ def test_time_taken_while_alone_is_not_held_against_a_model() -> None:
 
 
 def test_pausing_does_not_wipe_out_a_debt() -> None:
-    """A model whose next request always arrives just after its last execution gets its share, and not more."""
+    """A model whose next request always arrives just after its last execution gets its share, and no more."""
     fleet = Fleet([DEAR, CHEAP], [1.0, 1.0])
     fleet.saturate("m1")
     fleet.request("m0")
@@ -236,7 +236,7 @@ def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
 def test_wait_is_bounded_when_models_come_and_go(
     models: list[tuple[float, float]], arrivals: list[tuple[int, int]]
 ) -> None:
-    """The bound on the wait also holds if models have work only at times. Then s is the share among all models."""
+    """The bound on the wait also holds if models have work only at times. Here s is the share among all models."""
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     for number, count in arrivals:
         name = f"m{number % len(models)}"
@@ -252,9 +252,9 @@ def test_wait_is_bounded_when_models_come_and_go(
 @FEW_EXAMPLES
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]]) -> None:
-    """In any period, the device times over weight of two saturated models differ by a bounded amount.
+    """For two saturated models, device time divided by weight differs by a bounded amount in any period.
 
-    The bound is one execution of each model and two of the longest, divided by the weights.
+    The bound is the sum over both models of the model's cost plus the largest cost, divided by the model's weight.
     """
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     fleet.saturate(*fleet.cost)
@@ -285,9 +285,12 @@ def test_a_model_is_not_charged_for_the_time_that_a_process_was_stopped() -> Non
 
 @pytest.mark.parametrize("host", [0.0, 0.001])
 def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(host: float) -> None:
-    """Four generations with steps of 1 ms leave half of the time to a model with requests of 5 ms, one each 10 ms, at most 12.
+    """Four generations share the device with a model whose requests take 5 ms.
 
-    `host` is the time between two steps in which the device waits for the runtime. The generations are charged for it.
+    Half of the requests are answered within 10.1 ms, and 99 % within 12 ms.
+
+    `host` is the time between two steps of the generations in which the device waits for the runtime. The generations are
+    charged for it.
     """
     scheduler, now, ids, took = Scheduler(), 0.0, 0, list[float]()
     steps = Program("steps", {(0, 1): 0.001, (0, 4): 0.0012}, True, 1000, feeds_back=True)
@@ -321,7 +324,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
 
 @dataclass(frozen=True)
 class Work:
-    """A model with work, with the attributes that a discipline reads."""
+    """A stand-in for a model with work. It has the attributes that a discipline reads."""
 
     name: str
     place: tuple[int, float, int]
@@ -330,9 +333,9 @@ class Work:
 
 
 def test_a_model_that_waits_for_its_weights_pays_for_an_execution_that_took_longer() -> None:
-    """A model waits for its weights while its execution takes three seconds, not one.
+    """A model waits for its weights while its execution takes three seconds instead of the expected one.
 
-    Its rank moves back by three seconds.
+    The model's rank moves back by all three seconds.
     """
     fair, a = Fair(), Work("a", (1, 0.0, 1))
     fair.update(a)
@@ -347,7 +350,7 @@ def test_a_model_that_waits_for_its_weights_pays_for_an_execution_that_took_long
 
 
 def test_a_held_model_owes_nothing_once_others_had_the_time_that_it_owed() -> None:
-    """A model is held after one second on the device. When another one has had ten seconds, it is the next one."""
+    """A model is held after it had the device for one second. When another model has had ten seconds, the held model is next."""
     fair, a, b = Fair(), Work("a", (1, 0.0, 1)), Work("b", (1, 0.0, 2))
     fair.update(a)
     fair.update(b)

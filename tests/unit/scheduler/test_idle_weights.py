@@ -73,7 +73,7 @@ def test_the_next_request_loads_them_again(driver: Driver) -> None:
 
 
 def test_weights_stay_while_something_executes_on_them(driver: Driver) -> None:
-    """Weights stay while they are in use, however long this takes. The idle time begins at the end."""
+    """Weights stay while they are in use, however long this takes. The idle time begins when the execution ends."""
     driver.arrive(driver.request("a"))
     assert evicted(driver, 3 * LIMIT) == []
     driver.finish(seconds=0.0)
@@ -115,7 +115,7 @@ def test_weights_that_only_commands_move_stay() -> None:
 
 
 def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
-    """A limit can be changed while the scheduler runs, as when rsrv.yaml was read again."""
+    """A limit can be changed while the scheduler runs, for example after a change of rsrv.yaml."""
     driver.send(PolicyChanged("b", idle_seconds=2.0), after=5.0)
     assert evicted(driver, 7.0) == ["b"]
     driver.send(PolicyChanged("a", idle_seconds=inf))
@@ -124,7 +124,10 @@ def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
 
 
 def test_a_limit_of_zero_evicts_at_once_and_does_not_spin(driver: Driver) -> None:
-    """With a limit of zero, weights leave as soon as they are not used. Weights in use are checked at intervals."""
+    """With a limit of zero, weights are evicted at the first check after their use.
+
+    While they are in use, they are checked only at intervals.
+    """
     driver.arrive(driver.request("a"))
     driver.send(PolicyChanged("a", idle_seconds=0.0))
     assert driver.scheduler.next_wakeup() == IDLE_CHECK_S

@@ -23,7 +23,7 @@ def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0, dept
 
 
 def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: float = 1.0) -> None:
-    """Add models of 100 bytes; the first `fits` are resident."""
+    """Add models with 100 bytes of weights each. The first `fits` models are resident."""
     for number, name in enumerate(names):
         model = program(name, COST, weight_bytes=100, weight=weight)
         device.model(model, load=load, resident=number < fits)
@@ -59,7 +59,10 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 
 
 def test_no_model_is_evicted_in_vain() -> None:
-    """For 60 bytes, only the model of 100 bytes is evicted, because the older one of 50 bytes would be evicted in vain."""
+    """To free 60 bytes, only the model of 100 bytes is evicted.
+
+    The older model of 50 bytes would not suffice, and would then be evicted in vain.
+    """
     device = budgeted(150)
     device.model(program("small", COST, weight_bytes=50))
     device.model(program("large", COST, weight_bytes=100))
@@ -95,7 +98,10 @@ def test_a_load_runs_beside_executions(discipline: str) -> None:
 
 @every_discipline
 def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
-    """Six saturated models have room for three. Each gets a sixth of the device's time, and the device never pauses."""
+    """Six models are saturated, and three of them fit on the device.
+
+    Each gets a sixth of the device's time, and the device never pauses.
+    """
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3)
     device.saturate("abcdef")
@@ -106,7 +112,10 @@ def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
 
 
 def test_shares_follow_weights_while_models_swap() -> None:
-    """Two models of weight 10 and four of weight 1 have room for three. They get time by weight, and all are served."""
+    """Two models of weight 10 and four models of weight 1 share a device on which three of them fit.
+
+    They get time by weight, and all are served.
+    """
     device = budgeted(300)
     add(device, "AB", fits=2, weight=10.0)
     add(device, "cdef", fits=1)
@@ -120,7 +129,10 @@ def test_shares_follow_weights_while_models_swap() -> None:
 
 @every_discipline
 def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
-    """With a factor of 4, no model with work is evicted within four load times after its load. The device is rarely idle."""
+    """With a residency factor of 4, weights of models with work stay at least four load times after their load.
+
+    The device is rarely idle.
+    """
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3, load=0.5)
     device.saturate("abcdef")
@@ -140,7 +152,7 @@ def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
 
 @every_discipline
 def test_a_large_model_is_not_overtaken_on_the_link(discipline: str) -> None:
-    """While the first model in line for the link finds no room, a smaller one after it is not loaded before it."""
+    """While the first model in line for the link does not fit on the device, a smaller model after it is not loaded first."""
     device = budgeted(100, discipline)
     device.model(program("busy", {(0, 1): 1.0}, weight_bytes=60))
     device.model(program("large", COST, weight_bytes=80), load=0.1, resident=False)
@@ -183,7 +195,7 @@ def test_loads_that_take_no_time_do_not_loop() -> None:
 
 @pytest.mark.parametrize("budget", [100, 200, 300])
 def test_everything_is_answered_when_load_ends(budget: int) -> None:
-    """Six models get requests at once, and the device has room for some. All requests are answered."""
+    """Six models get requests at once, and only some of the models fit on the device. All requests are answered."""
     device = budgeted(budget)
     add(device, "abcdef", fits=budget // 100)
     device.arrive(*(device.request(name) for name in "abcdef" for _ in range(20)))
@@ -195,7 +207,7 @@ def test_everything_is_answered_when_load_ends(budget: int) -> None:
 
 @every_discipline
 def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> None:
-    """Two saturated models share room for one, and each is served."""
+    """Two models are saturated, and one of them fits on the device. Both are served."""
     device = budgeted(100, discipline)
     add(device, "ab", fits=1)
     device.saturate("ab")
@@ -206,7 +218,7 @@ def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> Non
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_models_are_served_if_one_more_fits_than_executes(depth: int) -> None:
-    """If there is room for one more model than executions in flight, all models are served."""
+    """If one more model fits on the device than there are executions in flight, all models are served."""
     settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
     device = Device(settings)
     add(device, "abcdef", fits=depth + 1)
@@ -219,7 +231,7 @@ def test_all_models_are_served_if_one_more_fits_than_executes(depth: int) -> Non
 @every_discipline
 @pytest.mark.parametrize("small", [1, 4])
 def test_a_large_model_gets_its_room_from_busy_small_ones(discipline: str, small: int) -> None:
-    """A large model needs the room of all small models, also of the executing ones and of the next one. It is served."""
+    """A large model fits only if all small models are evicted, including the executing models. It is served nevertheless."""
     device = budgeted(100, discipline)
     for number in range(small):
         device.model(program(f"s{number}", COST, weight_bytes=100 // small), load=0.1)
@@ -242,7 +254,7 @@ def test_a_priority_does_not_lock_cold_models_out() -> None:
 
 
 def test_a_priority_does_not_lock_others_out_of_the_link() -> None:
-    """Four saturated models of priority 1 share room for three. A fifth model of default priority is loaded as well."""
+    """Of four saturated models of priority 1, three fit on the device. A fifth model of default priority is loaded as well."""
     device = budgeted(300)
     add(device, "abcde", fits=3)
     device.saturate("abcd", priority=1)
@@ -253,9 +265,9 @@ def test_a_priority_does_not_lock_others_out_of_the_link() -> None:
 
 
 def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
-    """Three models share room for two.
+    """Three models share a device on which two of them fit. Each has one client that pauses for 1 ms after an answer.
 
-    Each has one client that waits for 1 ms after an answer. Each model stays for its turn.
+    During this pause, the model has no work, but keeps its weights.
     """
     device = budgeted(200)
     add(device, "abc", fits=2)
@@ -272,7 +284,7 @@ def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @every_discipline
 def test_launching_ahead_does_not_keep_a_model_on_the_device_for_ever(discipline: str, depth: int) -> None:
-    """Although the resident model always has an execution in flight, a model that waits for its place is loaded."""
+    """A resident model always has an execution in flight. It is evicted nevertheless when another model must be loaded."""
     device = budgeted(100, discipline=discipline, depth=depth)
     add(device, "xy", fits=1)
     device.saturate("x")
@@ -301,7 +313,7 @@ def test_a_large_model_gets_the_places_of_small_ones_at_any_depth(depth: int) ->
 
 @pytest.mark.parametrize("seconds", [1.0, 10.0])
 def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) -> None:
-    """After a long load into free room, a model gets equal shares. It gets no extra time for the duration of its load."""
+    """After a long load that needed no eviction, a model gets an equal share, and no extra time for the load's duration."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}), load=seconds)
     device.model(program("y", {(0, 1): 0.01}), load=seconds, resident=False)
@@ -313,7 +325,10 @@ def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) ->
 
 
 def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
-    """When an execution starts, the first request in line for the link is shed. The next one's weights load at once."""
+    """When an execution starts, the first request in line for the link can no longer be in time, and is shed.
+
+    The weights that are next in line are loaded at once.
+    """
     device = budgeted(100, discipline="edf")
     device.model(program("x", {(0, 1): 1.5}, weight_bytes=50), load=0.05)
     device.model(program("big", {(0, 1): 0.1}, weight_bytes=100), load=0.01, resident=False)
@@ -329,7 +344,10 @@ def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
 
 
 def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is_some() -> None:
-    """A request is shed because the device is busy. Afterwards, its model's weights are loaded for the next request."""
+    """A request is shed because the device is busy and the model's weights are absent.
+
+    Afterwards, the weights are loaded for the next request.
+    """
     device = budgeted(100, discipline="edf")
     device.model(program("a", {(0, 1): 0.03}, weight_bytes=100), load=0.1)
     device.model(program("b", weight_bytes=100), load=0.1, resident=False)
@@ -346,7 +364,7 @@ def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is
 
 @pytest.mark.parametrize("period", [0.1, 0.2, 0.5])
 def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float) -> None:
-    """Two models whose deadlines are shorter than a load share one place.
+    """Two models have deadlines that are shorter than a load, and only one of the models fits on the device.
 
     Each stays for some requests before it is replaced.
     """
@@ -367,9 +385,9 @@ def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float)
 
 
 def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
-    """Two clients that wait 10 ms after each answer share one place.
+    """Two models share a device on which one fits. Each has a client that pauses for 10 ms after an answer.
 
-    After a pause of an hour, there are not more loads than before.
+    An hour without requests does not make later loads more frequent than before.
     """
     device = budgeted(100)
     add(device, "ab", fits=1)
@@ -385,7 +403,10 @@ def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
 
 
 def test_a_model_that_waited_for_room_may_be_shed_while_executions_are_launched() -> None:
-    """At depth 3, the second launch makes a deadline unreachable for a request that waited for room."""
+    """At depth 3, a request waits until its model's weights fit. The second launch makes its deadline unreachable.
+
+    The request is shed.
+    """
     device = Device(
         SchedulerSettings(discipline="edf", weight_budget_bytes=300, depth=3, launch_ahead_ms=10_000.0)
     )

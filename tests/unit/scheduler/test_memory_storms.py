@@ -13,7 +13,7 @@ from tests.unit.scheduler.driver import program
 
 
 class _Storm(Device):
-    """A device on which executions of `bad` find no memory. With `alone`, their retries find memory."""
+    """A device on which executions of `bad` find no memory. If `alone` is True, the retries of `bad` find memory."""
 
     bad = "bad"
     alone = False
@@ -42,7 +42,10 @@ def storm_of(discipline: str = "fair", depth: int = 1) -> _Storm:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: str, depth: int) -> None:
-    """A model that never finds memory does not stop others: these execute for four times their load time between two retries."""
+    """A model that never finds memory does not stop other models.
+
+    Between two retries, the other models are loaded again and execute for four times as long as these loads take.
+    """
     device = storm_of(discipline, depth)
     device.saturate(["bad", "a", "b", "c"])
     device.run(3.0)
@@ -53,9 +56,9 @@ def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: st
 
 
 def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
-    """A model that finds memory only without others is served in its turn, because each retry evicts all others.
+    """Each execution of a model finds memory only in its retry, for which all other models are evicted.
 
-    None of its requests fail.
+    The model is served in its turn. No request fails, and the other models are served as well.
     """
     device = storm_of()
     device.alone = True
@@ -67,7 +70,7 @@ def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
 
 
 def test_a_model_whose_second_try_evicted_nothing_does_not_wait() -> None:
-    """If a retry evicted only idle models, the next one does not wait."""
+    """If a retry evicted only idle models, the next execution of the model does not wait."""
     device = storm_of()
     device.alone = True
     device.clients(["bad"], think=0.0)

@@ -42,7 +42,7 @@ def admitted(instructions: Iterable[Instruction]) -> list[int]:
 
 
 def order(driver: Driver) -> list[int]:
-    """End the runs one after another, the oldest first. Return the order in which waiting runs are admitted."""
+    """End the runs one after another, the oldest first. Return the ids of waiting runs in the order of their admission."""
     order = []
     while driver.under_way:
         order += admitted(driver.end(min(driver.under_way.values(), key=lambda run: run.id)))
@@ -102,7 +102,7 @@ def test_edf_lets_the_soonest_deadline_in() -> None:
 
 
 def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
-    """If two runs of one event want the only place, the one with the earlier deadline gets it."""
+    """If two runs arrive in one event and there is one place, the run with the earlier deadline is admitted."""
     driver = admission("edf")
     late, soon = driver.run_of(deadline=9.0), driver.run_of(deadline=5.0)
     driver.ask(late, soon)
@@ -111,7 +111,10 @@ def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
 
 
 def test_a_change_of_discipline_changes_who_is_next() -> None:
-    """Runs that arrived under `fifo` are admitted by their deadlines under `edf`, and by arrival after a change back to `fifo`."""
+    """Runs arrive under `fifo`. After a change to `edf`, they are admitted by deadline.
+
+    After a change back to `fifo`, the remaining runs are admitted by arrival.
+    """
     driver = admission("fifo")
     driver.ask(driver.run_of())
     late, soon, later = (driver.run_of(deadline=deadline) for deadline in (8.0, 5.0, 9.0))
@@ -144,9 +147,9 @@ def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
 
 @every_discipline
 def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -> None:
-    """A waiting run that calls a held model lets runs of another meta model pass.
+    """If a waiting run calls a held model, runs of another meta model are admitted before it.
 
-    When the model continues, the run is next.
+    When the held model continues, the waiting run is next.
     """
     driver = admission(discipline)
     driver.add(program("a"), program("b"))
@@ -161,9 +164,9 @@ def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -
 
 
 def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
-    """While its callee is held, a run in progress takes no place, so another run begins.
+    """While its callee is held, a run in progress takes no place, so another run is admitted.
 
-    When the callee continues, both end before a further run begins.
+    When the callee continues, both runs must end before a further run is admitted.
     """
     driver = admission()
     driver.add(program("a"))
@@ -177,7 +180,7 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
 
 
 def test_a_run_that_ends_while_its_model_is_held_makes_room_for_no_other() -> None:
-    """If a run ends while its callee is held, this frees no place, because the run took none."""
+    """If a run ends while its callee is held, this frees no place, because the run took no place."""
     driver = admission()
     driver.add(program("a"))
     stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
@@ -222,9 +225,9 @@ def test_fewer_places_let_those_that_run_finish() -> None:
 
 
 def test_places_that_went_and_came_back_are_used() -> None:
-    """The number of places falls from three to one, a run ends, and the number rises to two.
+    """The number of places falls from three to one, one of three runs ends, and the number rises to two.
 
-    The next run begins after another end.
+    Two runs are still in progress, so a further run begins only when another one ends.
     """
     driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
@@ -304,7 +307,10 @@ def test_so_many_of_a_meta_may_wait() -> None:
 
 
 def test_those_that_begin_at_once_do_not_wait() -> None:
-    """Runs that begin at once do not count as waiting: with two places and one waiting run, the last of four runs is refused."""
+    """Runs that begin at once do not count as waiting.
+
+    With two places and a limit of one waiting run, the last of four runs is refused.
+    """
     driver = admission(concurrency=2)
     runs = [driver.run_of(max_waiting=1) for _ in range(4)]
 
@@ -316,7 +322,7 @@ def test_those_that_begin_at_once_do_not_wait() -> None:
 
 
 def test_an_expired_run_frees_its_place_in_line() -> None:
-    """If the only waiting run expires when another one arrives, that one waits in its place."""
+    """Only one run may wait. If the waiting run has expired when another run arrives, the other run is not refused."""
     driver = admission()
     driver.ask(driver.run_of())
     driver.ask(due := driver.run_of(deadline=1.0, max_waiting=1))
@@ -326,7 +332,7 @@ def test_an_expired_run_frees_its_place_in_line() -> None:
 
 
 def test_a_run_that_waits_can_be_withdrawn() -> None:
-    """A waiting run can be withdrawn: it gets no answer, never begins, and causes no tick at its deadline."""
+    """A waiting run can be withdrawn. It then gets no answer, never begins, and causes no tick at its deadline."""
     driver = admission()
     driver.ask(first := driver.run_of())
     driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
@@ -350,7 +356,10 @@ def test_the_end_of_an_unknown_run_is_ignored() -> None:
 
 
 def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
-    """After the end of a run, its requests still execute, the oldest ones before an urgent request, also those that arrive later."""
+    """After the end of a run, its requests still execute, even requests that arrive later.
+
+    They execute in the order of arrival, and before an urgent request of a client.
+    """
     driver = admission()
     driver.add(program("a", {(0, 1): 0.001}))
     driver.arrive(driver.request())
@@ -376,9 +385,9 @@ def test_a_run_is_no_request() -> None:
 
 
 def test_runs_and_requests_share_their_ids() -> None:
-    """An id that a run or a request uses is refused for another one, as is an id that is given twice.
+    """An id that a run or a request uses is refused for another run or request. So is an id that occurs twice in one event.
 
-    Nothing else changes.
+    The refused event changes nothing.
     """
     driver = admission()
     driver.add(program("a"))
@@ -408,7 +417,7 @@ def test_runs_and_requests_share_their_ids() -> None:
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
-    """An impossible run is refused with an error about the wrong value."""
+    """A run with an impossible value is refused with an error about this value."""
     with pytest.raises(CallerError, match=problem):
         admission().scheduler.handle(RunsAsked((run,)), 0.0)
 
@@ -431,7 +440,10 @@ def test_what_became_of_runs_is_counted() -> None:
 
 
 def test_a_place_is_expected_after_the_runs_that_are_ahead() -> None:
-    """The expected wait for a place is the time of all waiting runs, and half of each run in progress, divided by the places."""
+    """The expected wait for a place is the time of all waiting runs plus half the time of the runs in progress.
+
+    This sum is divided by the number of places.
+    """
     driver = admission(concurrency=2)
     assert driver.scheduler.admission_seconds() == 0.0
     slow, fast = driver.run_of("slow"), driver.run_of("fast")

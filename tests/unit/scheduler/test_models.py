@@ -49,9 +49,9 @@ def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
 
 
 def test_requests_after_a_failed_load_get_its_error_until_the_back_off_ends(machine: Driver) -> None:
-    """After a failed load, requests get its error until the back-off ends. The first one after that causes a load.
+    """After a failed load, requests get its error until the back-off ends. The first request after that causes a load.
 
-    Each back-off is twice as long, up to a minute. A successful load ends this.
+    Each back-off is twice as long as the one before, up to a minute.
     """
     machine.add(program("a"), resident=False)
     rests = []
@@ -77,7 +77,7 @@ def _not_loaded(request: int, retry_after: float) -> Finish:
 
 
 def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
-    """A late message about a load that has ended, or failed, does not change the state of a later load."""
+    """A late message about a load that has already ended or failed does not change the state of the model."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a")
@@ -104,7 +104,7 @@ def test_epochs_never_repeat(machine: Driver) -> None:
 
 
 def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
-    """Weights take their bytes from the start of the load. A failed load and an eviction free them."""
+    """The bytes of weights count from the start of their load, until the load fails or the weights are evicted."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=5), resident=False)
     machine.arrive(machine.request("a"), machine.request("b"))
     held = [machine.scheduler.snapshot().weight_bytes]
@@ -162,7 +162,7 @@ def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Drive
 
 @pytest.mark.parametrize("good", [True, False])
 def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
-    """If a model is removed during its load, its weights are evicted after the load's end, because they are being written."""
+    """If a model is removed during its load, its weights are evicted only after the load, because they are being written."""
     machine.add(program("a"), resident=False)
     request = machine.request()
     machine.arrive(request)

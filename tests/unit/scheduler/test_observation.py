@@ -60,7 +60,7 @@ def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
 def test_the_latest_arrival_of_a_model_is_known(machine: Driver) -> None:
     """The scheduler knows the time of a model's latest request.
 
-    For a model without requests, or an unknown one, it is -inf.
+    The time is -inf for a model without requests, and for an unknown model.
     """
     machine.add(program("a"), program("b"))
     machine.arrive(*machine.requests_of(2, "a"))
@@ -81,9 +81,9 @@ def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:
 
 
 def test_a_device_is_free_for_others_while_requests_wait_for_their_weights(machine: Driver) -> None:
-    """While requests of a model wait only for its weights, the device is idle for other models.
+    """While requests wait only for their model's weights, the device counts as idle for other models.
 
-    An overdue execution is not.
+    While an execution is overdue, the device does not count as idle.
     """
     machine.add(program("a"), program("b"))
     machine.add(program("cold"), resident=False)
@@ -116,7 +116,7 @@ def test_cost_follows_what_executions_took(machine: Driver) -> None:
 
 
 def test_learned_cost_changes_the_plan(machine: Driver) -> None:
-    """Size 32 is slower than its warm-up said. After enough samples, requests of one row are executed one by one."""
+    """Size 32 is slower than in its warm-up. After enough samples, requests of one row execute one by one at size 1."""
     machine.add(program("a", {(0, 1): 0.001, (0, 32): 0.004}))
     sizes = set()
     for _ in range(30):
@@ -136,7 +136,10 @@ def test_learned_cost_changes_the_plan(machine: Driver) -> None:
 
 
 def test_snapshot_counts(machine: Driver) -> None:
-    """A snapshot counts 33 rows that run at sizes 32 and 1, and an expired, a refused, an executing and a waiting request."""
+    """A snapshot counts the 33 rows that run at sizes 32 and 1.
+
+    It also counts an expired, a refused, an executing and a waiting request.
+    """
     machine.add(program("a", max_queue_depth=34), program("b"))
     machine.arrive(machine.request("b"))
     machine.arrive(*machine.requests_of(33), machine.request(deadline=machine.now + 0.0005))
@@ -183,7 +186,7 @@ def lines_of(machine: Driver) -> list[str]:
 
 
 def test_history_of_a_short_life(machine: Driver) -> None:
-    """The history of a model has its loads, their failures, and its removal. It is removed with the model."""
+    """The history of a model has its loads, their failures, and its removal. When the model is gone, so is its history."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a", "no such file")
@@ -258,7 +261,7 @@ def test_history_is_bounded() -> None:
 
 
 def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
-    """An event that contradicts earlier events raises an error. The scheduler then continues as if it had not been sent."""
+    """An event that contradicts earlier events raises an error, and changes nothing in the scheduler."""
     machine.add(program("a"))
     running, waiting = machine.request(), machine.request()
     machine.arrive(running)

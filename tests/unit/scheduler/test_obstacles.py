@@ -1,4 +1,4 @@
-"""Why weights are not on the device: the text that says what their load waits for."""
+"""The text that says why weights are not on the device, and what their load waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def obstacle(machine: Driver, model: str) -> str:
 
 
 def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
-    """The first load in line waits for room. The text has the missing bytes, the executing models and the pinned bytes."""
+    """The first load in line waits until its weights fit on the device.
+
+    The text has the missing bytes, the executing models and the pinned bytes.
+    """
     machine = machine_of(35, dogs=25, fixed=10, cats=25)
     machine.send(Pinned("fixed", True))
     machine.load("fixed")
@@ -38,7 +41,7 @@ def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
 
 
 def test_a_load_behind_others_names_them() -> None:
-    """A load waits for the load in progress, and then for the first load in line. The text names its model."""
+    """A load waits for the load in progress, and then for the first load in line. The text names the model of that load."""
     machine = machine_of(25, dogs=25, cats=25, owls=25)
     for name in ("dogs", "cats", "owls"):
         machine.arrive(machine.request(name))
@@ -51,7 +54,10 @@ def test_a_load_behind_others_names_them() -> None:
 
 
 def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
-    """A prefetch waits for weights that requests need. A load in back-off has the time of its retry."""
+    """A prefetch waits for weights that requests need, and the text names their model.
+
+    For a failed load of pinned weights, the text has the time until the retry.
+    """
     machine = machine_of(25, dogs=25, cats=25)
     machine.arrive(machine.request("dogs"))
     machine.load("dogs", seconds=1.0)
@@ -69,9 +75,9 @@ def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
 
 
 def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None:
-    """After two loads without memory, there is no load for a while.
+    """After two loads that found no memory, there is no load for a while.
 
-    After this time, there is no obstacle, but a request must cause the load.
+    After that time, nothing prevents a load, but only a request causes one.
     """
     machine = machine_of(25, dogs=25)
     machine.arrive(machine.request("dogs"))
@@ -84,7 +90,7 @@ def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None
 
 
 def test_a_load_waits_for_a_compaction() -> None:
-    """A load waits for a compaction, which waits for the executing model, and frees the room of that model."""
+    """A load waits for a compaction, which waits for the executing model. The compaction frees the memory of that model."""
     machine = machine_of(25, dogs=25, cats=25)
     machine.arrive(machine.request("dogs"))
     machine.load("dogs")
@@ -109,9 +115,9 @@ def test_a_load_waits_for_a_request_that_executes_alone() -> None:
 
 
 def test_restored_weights_wait_for_a_second_try() -> None:
-    """Weights that a compaction evicted wait for the retry of an execution.
+    """Weights that a compaction evicted wait for the retry of an execution before they are loaded again.
 
-    They do not wait for room, as they only use free room.
+    If they do not fit, the text names no obstacle, because they use only free memory and do not wait for it.
     """
     machine = machine_of(40, owls=10, dogs=15, cats=15)
     machine.send(Pinned("owls", True))

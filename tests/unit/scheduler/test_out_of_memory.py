@@ -35,7 +35,7 @@ def driver_of(*, budget: int | None = None, depth: int = 1) -> Driver:
 
 
 def test_an_execution_without_memory_is_tried_again_alone() -> None:
-    """If an execution finds no memory, all idle weights are evicted except pinned ones, and it is retried with the same requests."""
+    """If an execution finds no memory, all unpinned idle weights are evicted. The execution is retried with the same requests."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c", pinned=True))
     request = driver.request("a")
@@ -49,7 +49,10 @@ def test_an_execution_without_memory_is_tried_again_alone() -> None:
 
 
 def test_the_second_time_its_requests_fail_and_no_others() -> None:
-    """If the retry fails as well, only its requests fail. The next execution of the model has a retry again."""
+    """If the retry of an execution also fails, only the requests of this execution fail.
+
+    If a later execution of the model finds no memory, it is retried as well.
+    """
     driver = driver_of()
     driver.add(program("a"), program("b"))
     first, other = driver.request("a"), driver.request("b")
@@ -159,7 +162,7 @@ def test_a_model_removed_before_its_second_try_still_gets_it() -> None:
 
 
 def test_the_discipline_charges_both_tries_once() -> None:
-    """A model is charged for the device time of an execution and of its retry. Its answers count once."""
+    """A model is charged for the device time of an execution and of its retry. Each answered request counts once."""
     driver = driver_of()
     driver.add(program("a"))
     driver.arrive(driver.request("a"))
@@ -175,7 +178,7 @@ def test_the_discipline_charges_both_tries_once() -> None:
 
 
 def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
-    """If a load finds no memory, all weights that are neither pinned nor in use are evicted, and it is retried first."""
+    """If a load finds no memory, all weights that are neither pinned nor in use are evicted. Then this load is retried first."""
     driver = driver_of()
     driver.add(program("a"), program("p", pinned=True))
     driver.add(program("b"), program("c"), resident=False)
@@ -192,7 +195,10 @@ def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
 
 
 def test_the_second_time_requests_for_the_load_fail_and_no_others() -> None:
-    """If the retry of a load fails as well, only its requests fail. A load after the back-off has a retry again."""
+    """If the retry of a load also fails, only the requests that waited for this load fail.
+
+    A load of the model after the back-off may be retried again.
+    """
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
     first, other = driver.request("a"), driver.request("b")
@@ -241,7 +247,7 @@ def test_a_model_that_never_finds_memory_does_not_evict_all_others_each_time() -
 
 
 def test_a_model_that_found_memory_after_all_has_short_back_offs_again() -> None:
-    """After a model has found memory, as after a prefetch by an operator, its next back-off is short again."""
+    """After a load of a model has succeeded, here because of an operator's prefetch, the model's next back-off is short again."""
     driver = driver_of()
     waiting_for(driver, "a")
     for _ in range(2):
@@ -324,7 +330,7 @@ def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
 
 
 def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
-    """Return the events with which an operator makes room, which ends the back-off of `large`."""
+    """Return an operator's commands that free memory and so end the back-off of `large`, by name."""
     return {
         "removed": lambda: driver.remove("other"),
         "unpinned": lambda: driver.send(Pinned("other", False)),
@@ -335,7 +341,10 @@ def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("how", ["removed", "unpinned", "evicted", "compacted"])
 def test_an_operator_who_makes_room_ends_a_back_off(how: str) -> None:
-    """After an operator has made room, requests cause a load again. If it fails, the next back-off is twice as long."""
+    """After an operator has freed memory, a request causes a load again.
+
+    If this load fails, the next back-off is twice as long.
+    """
     driver = driver_of()
     driver.add(program("other", pinned=True))
     waiting_for(driver, "large", "idle")
@@ -376,7 +385,10 @@ def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) ->
 
 
 def test_weights_that_leave_after_a_warm_up_end_no_back_off() -> None:
-    """Weights that were loaded after a lack of memory do not end a back-off when they leave."""
+    """`large` found no memory and is in back-off. Then `new` is loaded and evicted.
+
+    This eviction does not end the back-off, because it frees only memory that was already free when `large` was loaded.
+    """
     driver = driver_of()
     driver.change(on_demand=False)
     driver.add(program("large", pinned=True), resident=False)
@@ -445,7 +457,7 @@ def test_what_was_there_comes_back_after_a_compaction() -> None:
 
 
 def test_a_second_compaction_forgets_none_of_the_first() -> None:
-    """After a second compaction, during the loads of the first, all weights are loaded again."""
+    """If a second compaction begins while weights return after the first one, all weights of both are loaded again."""
     driver = driver_of()
     driver.add(program("a"), program("b"), program("c"))
     driver.send(Compact())
@@ -584,7 +596,10 @@ def test_an_abandoned_load_may_fail() -> None:
 
 
 def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
-    """If a request arrives while its load is being abandoned, it waits for another load after that of the other model."""
+    """A load is abandoned for another model, and a new request for its model arrives meanwhile.
+
+    The request waits. After the other model's load, the weights of its model are loaded again.
+    """
     driver = driver_of()
     waiting_for(driver, "a", "b")
     gone = driver.request("a")
@@ -603,9 +618,9 @@ def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
 
 
 def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
-    """A load that follows an abandoned one of the same model is not abandoned, so that impatient clients cannot prevent it.
+    """If the latest load of a model was abandoned, its next load is not, so that impatient clients cannot prevent loads forever.
 
-    After it has succeeded, loads are abandoned again.
+    After a load of the model has succeeded, a later one may be abandoned again.
     """
     driver = driver_of(budget=100)
     waiting_for(driver, "a", "b")
@@ -697,7 +712,7 @@ def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
 
 
 def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
-    """After a load has succeeded, a later load of the model has a retry again."""
+    """A retry of a load succeeds. If a later load of the model finds no memory, it is retried as well."""
     driver = driver_of(budget=100)
     waiting_for(driver, "a", "b")
     for name in "ab":
@@ -726,7 +741,7 @@ def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
 
 
 def test_weights_loaded_for_no_request_count_as_used_at_their_load() -> None:
-    """Weights that were loaded without a request were last used at the end of their load, so they are not the first to be evicted."""
+    """Weights that were loaded without a request count as used at the end of their load, so they are not evicted first."""
     driver = driver_of(budget=200)
     driver.add(program("a"))
     waiting_for(driver, "b", "c")
@@ -755,9 +770,9 @@ def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
 
 
 def test_another_warm_up_does_not_end_a_second_try() -> None:
-    """A second model warms up during the retry of a warm-up, because it already has its weights.
+    """A model with resident weights may warm up during the retry of another model's warm-up.
 
-    A waiting load starts after the retry.
+    A load waits until the retry has ended. The end of the other warm-up does not start it.
     """
     driver = driver_of()
     driver.add(program("a"))

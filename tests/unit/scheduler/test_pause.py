@@ -74,7 +74,7 @@ def test_a_held_model_is_not_launched_ahead() -> None:
 
 
 def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
-    """A held model has its limit of waiting requests: if two may wait, the third one is refused."""
+    """The queue limit of a held model applies: if two requests may wait, the third one is refused."""
     machine.add(program("a", max_queue_depth=2, paused=Pause.HOLD))
     requests = machine.requests_of(3)
     machine.arrive(*requests)
@@ -84,7 +84,7 @@ def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_deadlines_and_cancellations_hold_while_a_model_does(discipline: str) -> None:
-    """Requests of a held model expire at their deadlines, at a tick that the scheduler asks for, and can be cancelled."""
+    """Requests of a held model expire at their deadlines, for which the scheduler requests a wake-up. They can be cancelled."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", paused=Pause.HOLD))
     due, cancelled, patient = driver.request(deadline=1.0), driver.request(), driver.request()
@@ -99,9 +99,9 @@ def test_deadlines_and_cancellations_hold_while_a_model_does(discipline: str) ->
 
 
 def test_what_is_held_is_shed_and_leaves_the_costs_as_they_were() -> None:
-    """Under `edf`, a request of a held model is shed when it would be late even if the model continued.
+    """Under `edf`, a request of a held model is shed as soon as it would be late even if the model continued at once.
 
-    Costs do not change.
+    The model's measured costs do not change.
     """
     driver = Driver(SchedulerSettings(discipline="edf"))
     driver.add(program("a", SINGLE))
@@ -132,7 +132,10 @@ def test_the_weights_of_a_held_model_are_not_loaded_for_it(machine: Driver) -> N
 
 
 def test_no_load_comes_for_a_held_model_whose_deadline_it_cost() -> None:
-    """Under `edf`, a model whose load is too slow for a request is loaded for the next one, but not while it is held."""
+    """Under `edf`, a request is shed because the load of its model takes too long.
+
+    Usually the model is then loaded for later requests. If it is held, it is not loaded.
+    """
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", COST), load=1.0, resident=False)
     device.pause(Pause.HOLD, "a")
@@ -203,7 +206,7 @@ def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Dri
 
 
 def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(machine: Driver) -> None:
-    """If a model is held while the retry of its load waits for executions, there is no retry until it continues."""
+    """If a model is held while the retry of its load waits for executions, the load is not retried until the model continues."""
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     machine.arrive(machine.request("a"))
@@ -219,7 +222,10 @@ def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(ma
 
 
 def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
-    """After a hold, the load of a model has a retry again, even if it had one before."""
+    """A load finds no memory, and its model is held before the retry.
+
+    When the model continues, it is loaded. If this load also finds no memory, it is retried.
+    """
     machine.add(program("a"), resident=False)
     machine.add(program("b"))
     request = machine.request("a")
@@ -254,7 +260,7 @@ def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> N
 
 
 def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
-    """While a model is held, its sub-calls wait as well, including the committed one."""
+    """While a model is held, sub-calls to this model wait, including the committed one of a run."""
     machine.add(program("a", SINGLE), program("b", SINGLE))
     machine.pause(Pause.HOLD, "a")
     calls = [machine.request("a", run=5), machine.request("a", run=5), machine.request("b", run=5)]
@@ -299,7 +305,7 @@ def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> No
 
 @pytest.mark.parametrize("hold", [1.0, 60.0])
 def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
-    """Two models with equal weights get equal shares right after one was held, whether for a second or for a minute."""
+    """After one of two models with equal weights was held for a second or a minute, both get equal shares at once."""
     device = Device()
     for name in "ab":
         device.model(program(name, COST))
@@ -317,9 +323,9 @@ def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
 
 
 def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
-    """A model is held just before its turn, after a long execution of another model.
+    """A model waits during a long execution of another model, and is held just before it would execute.
 
-    When it continues, it has this turn first.
+    When the model continues, it executes before the other models.
     """
     device = Device(SchedulerSettings(), validate_every=1)
     device.model(program("long", {(0, 1): 1.0}))
@@ -328,7 +334,7 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
     device.arrive(device.request("long"))
     device.arrive(*device.requests_of(100, "a"))
     device.run(0.5)
-    # By this time, `a` has waited for half a second. While it is held, it has no place in the order.
+    # By this time, `a` has waited for half a second. While `a` is held, the discipline does not rank it.
     device.pause(Pause.HOLD, "a")
     device.run(1.0)
     device.saturate("b")
@@ -341,7 +347,10 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
 
 
 def test_a_model_that_was_held_claims_what_it_missed_before_for_want_of_its_weights() -> None:
-    """If a model waited for its weights for three seconds before it was held, it gets this time first when it continues."""
+    """A model waits for its weights for three seconds and is then held.
+
+    When it continues, it gets the device time that it missed in these three seconds before the other model executes again.
+    """
     device = Device(SchedulerSettings(weight_budget_bytes=100), validate_every=50)
     device.model(program("b", COST), load=1.0)
     device.model(program("a", COST), load=1.0, resident=False)
@@ -502,7 +511,7 @@ def test_a_pause_leaves_pinning_and_prefetching_alone(mode: Pause) -> None:
 
 
 def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) -> None:
-    """If a request is invalid or late, it gets this reason, even if its model is paused."""
+    """If a request to a paused model is invalid or late, it ends for this reason, and not because of the pause."""
     machine.add(program("a", paused=Pause.REJECT))
     wrong = [machine.request(variant=9), machine.request(rows=33), machine.request(deadline=0.0)]
     machine.arrive(*wrong)

@@ -68,7 +68,10 @@ def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: boo
 
 
 def test_pinned_models_go_beyond_the_budget() -> None:
-    """Two pinned models of 100 bytes are resident with a budget of 50 bytes. One further model at a time is served."""
+    """Two pinned models of 100 bytes each are resident despite a budget of 50 bytes.
+
+    In addition, one unpinned model at a time is loaded and served.
+    """
     driver = budgeted(50)
     driver.add(program("a", pinned=True), program("b", pinned=True), resident=False)
     driver.load("a")
@@ -108,7 +111,7 @@ def test_an_unpinned_model_is_evicted_again() -> None:
 
 
 def test_unpinning_what_is_above_the_budget_evicts_a_model() -> None:
-    """If two pinned models have room for one, and both are unpinned, one is evicted at once."""
+    """Two pinned models are resident, and the budget is enough for one. When both are unpinned, one is evicted at once."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), program("b", pinned=True))
 
@@ -128,7 +131,7 @@ def test_pinning_twice_is_pinning_once() -> None:
 
 
 def test_pinning_an_absent_model_makes_room_for_it() -> None:
-    """A pin evicts a model with waiting requests, but not the executing one. The load begins after the execution."""
+    """A pin evicts even models with requests. An executing model is evicted after its execution, and then the load begins."""
     driver = budgeted(200)
     driver.add(program("a"), program("b"))
     driver.add(program("c", weight_bytes=200), resident=False)
@@ -173,7 +176,7 @@ def test_unpinning_while_the_load_is_under_way_lets_it_go() -> None:
 
 
 def test_unpinning_what_still_waits_for_room_withdraws_the_wish() -> None:
-    """A load that waits for room because of a pin is withdrawn with the pin."""
+    """If a pinned model is unpinned while its load still waits for free memory, it is not loaded."""
     driver = budgeted(100)
     driver.add(program("a"))
     driver.add(program("b"), resident=False)
@@ -207,7 +210,7 @@ def test_pinning_while_it_executes_and_unpinning_after() -> None:
 
 
 def test_an_unpinned_twin_keeps_what_is_pinned_out_of_the_count() -> None:
-    """A model whose tensors a pinned model has takes no bytes of the budget, so another model can be loaded."""
+    """An unpinned model takes no bytes of the budget if a pinned model has the same tensors. So another model can be loaded."""
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}, pinned=True), program("b", tensors={"t": 100}))
     driver.add(program("c", weight_bytes=10), resident=False)
@@ -261,7 +264,7 @@ def test_a_model_that_warms_up_keeps_its_weights() -> None:
 
 
 def test_models_that_are_added_at_once_never_take_more_than_the_budget() -> None:
-    """Three models are added with room for one. Each is loaded and warmed up, and then evicted for the next one."""
+    """Three models are added, and the budget is enough for one. Each is loaded, warmed up, and evicted for the next one."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), program("c"), resident=False, warm_up=True)
     seen: list[str] = []
@@ -347,7 +350,7 @@ def test_a_smaller_budget_holds_at_once() -> None:
 
 
 def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
-    """If the budget falls, the executing model is not evicted before its execution has ended. Others are evicted at once."""
+    """If the budget falls, an executing model stays until its execution has ended. Idle models are evicted at once."""
     driver = budgeted(300)
     driver.add(program("a"), program("b", weight_bytes=200))
     driver.arrive(driver.request("b"))
@@ -355,7 +358,7 @@ def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
     assert driver.resident == {"b"}
     driver.finish_all()
 
-    # A model that is larger than the budget may stay while it is alone.
+    # A model that exceeds the budget may stay while no other model is resident.
     assert driver.resident == {"b"}
     driver.arrive(driver.request("a"))
     assert driver.resident == set()
@@ -375,7 +378,7 @@ def test_a_smaller_budget_spares_those_with_work() -> None:
 
 
 def test_a_smaller_budget_evicts_only_models_that_free_bytes() -> None:
-    """If the budget falls, a model whose tensors are all shared stays, although it was used least recently."""
+    """If the budget falls, the least recently used model stays if another resident model has all of its tensors."""
     driver = budgeted(200)
     driver.add(program("a", tensors={"t": 100}), program("b", weight_bytes=100))
     driver.add(program("c", tensors={"t": 100}))
@@ -386,7 +389,10 @@ def test_a_smaller_budget_evicts_only_models_that_free_bytes() -> None:
 
 
 def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
-    """A new resident model and one that exceeds the budget are both evicted. The one with requests is loaded again."""
+    """If a resident model is added beside a model that exceeds the budget, both are evicted.
+
+    The model that exceeds the budget has requests, so it is loaded again at once.
+    """
     driver = budgeted(100)
     driver.add(program("small", weight_bytes=0), program("large", weight_bytes=300))
     driver.arrive(driver.request("small"))
@@ -398,7 +404,10 @@ def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
 
 
 def test_what_a_newcomer_pins_makes_room() -> None:
-    """If a new model's pin covers the bytes that exceed the budget, a waiting model is loaded at once."""
+    """Resident tensors exceed the budget, so a model waits for its load.
+
+    When a pinned model with the same tensors is added, they no longer count against the budget, and the load begins at once.
+    """
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}))
     driver.add(program("b", weight_bytes=0), resident=False)
@@ -445,7 +454,7 @@ def test_traffic_goes_on_while_many_models_are_added(fits: int) -> None:
 
 
 def test_models_are_added_though_those_with_work_find_no_room() -> None:
-    """A new model is loaded for its warm-up, even if a model of low priority waits for room without end."""
+    """A new model is loaded for its warm-up, even if a model of low priority waits forever because no memory becomes free."""
     device = Device(SchedulerSettings(weight_budget_bytes=200, discipline="fifo"), validate_every=100)
     device.model(program("high", {(0, 1): 0.01}), load=0.01)
     device.model(program("also", {(0, 1): 0.01}), load=0.01)

@@ -19,7 +19,7 @@ def pipelined(depth: int = 2, ahead_ms: float = 2.0, discipline: str = "fair") -
 
 
 def test_the_next_execution_is_launched_shortly_before_the_end() -> None:
-    """An execution has 10 ms to run, and the next one is launched 2 ms before its end, at a tick that the scheduler asks for."""
+    """An execution takes 10 ms. The scheduler requests a wake-up 2 ms before its end, and then launches the next execution."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(2))
@@ -81,7 +81,7 @@ def test_short_executions_are_launched_up_to_the_depth() -> None:
 
 
 def test_an_overrun_launches_the_next_and_no_more() -> None:
-    """If an execution takes ten times as long as expected, the second one is launched, and no third one."""
+    """If an execution takes ten times as long as expected, a second one is launched behind it, but no third one."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
     device.slower = lambda execute: 10.0 if execute.number == 1 else 1.0
@@ -105,7 +105,7 @@ def test_shares_are_fair_at_a_depth(depth: int) -> None:
 
 
 def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
-    """A sub-call is executed after the running execution and the one that is already launched."""
+    """A sub-call waits only for the running execution and the already launched one, and not for queued requests."""
     device = pipelined(ahead_ms=100.0)
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(20))
@@ -117,9 +117,9 @@ def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
 
 
 def test_an_overrun_does_not_ask_for_ticks_without_end() -> None:
-    """An execution takes far too long at a depth of three.
+    """An execution takes far too long, and a second one with an expected duration of 2.01 ms is launched behind it.
 
-    The scheduler asks for few ticks, with a second one of 2.01 ms.
+    Although the depth would allow a third one, the scheduler requests only a few wake-ups.
     """
     device = Device(SchedulerSettings(depth=3, launch_ahead_ms=2.0), validate_every=1000)
     device.model(program("a", {(0, 1): 0.00201}))
@@ -143,9 +143,9 @@ def test_an_execution_of_another_discipline_ends_beside_one_of_this() -> None:
 
 
 def test_the_batch_of_a_deadline_counts_what_runs_before_it() -> None:
-    """10 ms are left of an execution.
+    """The running execution ends in 10 ms, and the deadline of the next request is 2 ms after that.
 
-    A request with a deadline 2 ms later executes alone in 1 ms, and not in a batch of 8 ms.
+    The request executes alone in 1 ms, because it would be late in a batch of 8 ms.
     """
     device = pipelined(ahead_ms=100.0, discipline="edf")
     device.model(program("long", {(0, 1): 0.010}))

@@ -74,7 +74,10 @@ def test_requests_are_held_back_as_long_as_a_changed_delay_says(machine: Driver)
 
 
 def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None:
-    """If a queue becomes too short, waiting requests stay, and new ones are refused until fewer wait than allowed."""
+    """If `max_queue_depth` falls below the number of waiting requests, these requests stay.
+
+    New requests are refused until fewer requests wait than allowed.
+    """
     machine.add(program("a", COST, max_queue_depth=5))
     requests = machine.requests_of(5)
     machine.arrive(*requests)
@@ -96,7 +99,7 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
 
 
 def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Driver) -> None:
-    """Requests that an earlier runtime had accepted are not refused by a full queue. Later ones are."""
+    """Requests that an earlier runtime had accepted are queued even beyond the limit. Later requests are refused."""
     machine.add(program("a", COST, max_queue_depth=2))
     waited = [machine.request(accepted=True) for _ in range(5)]
     machine.arrive(*waited)

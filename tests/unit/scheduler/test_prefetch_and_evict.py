@@ -1,4 +1,4 @@
-"""Prefetches and evictions by command, beside loads on demand."""
+"""Prefetches and evictions that an operator commands, while other weights load on demand."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def budgeted(budget: int, **settings: int | str) -> Driver:
 
 
 def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_requests() -> None:
-    """Of four models that an earlier runtime had, one with a request loads first.
+    """Four models were resident in an earlier runtime. A model with a request is loaded before the others.
 
-    The others load by their number, into free room.
+    The others are loaded in the order of their `restore` numbers, while the budget has room for them.
     """
     machine = budgeted(3)
     for name, place in {"a": 3, "b": 2, "c": 4, "d": 1}.items():
@@ -60,7 +60,7 @@ def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_re
 
 
 def test_weights_evicted_by_a_compaction_return_before_those_of_an_earlier_runtime() -> None:
-    """Weights that a compaction evicted are loaded before those of an earlier runtime, because this runtime has used them."""
+    """Weights that a compaction evicted are loaded before weights that only an earlier runtime had."""
     machine = budgeted(10)
     machine.add(program("used", weight_bytes=1))
     for place, name in enumerate(("first", "second")):
@@ -110,7 +110,7 @@ def test_waiting_requests_come_before_prefetches(machine: Driver) -> None:
 
 
 def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
-    """A prefetch waits for room while the resident model has work."""
+    """A prefetch does not evict the resident model while it has work. The prefetch waits."""
     device = Device(SchedulerSettings(weight_budget_bytes=100))
     device.model(program("a", COST), load=0.001)
     device.model(program("b", COST), load=0.001, resident=False)
@@ -125,7 +125,10 @@ def test_weights_with_work_are_not_evicted_for_prefetched_ones() -> None:
 
 
 def test_prefetching_in_turns_does_not_thrash() -> None:
-    """Two models are prefetched in turns, with room for one. Each stays for four times the duration of its load."""
+    """Two models are prefetched alternately, and the budget is enough for one.
+
+    Each stays for at least four times the duration of its load.
+    """
     device = Device(SchedulerSettings(weight_budget_bytes=100, residency_factor=4.0))
     for name in "ab":
         device.model(program(name, COST), load=0.1, resident=False)
@@ -190,9 +193,9 @@ def test_a_prefetch_that_finds_no_memory_is_tried_once_more(machine: Driver) -> 
 
 
 def test_a_load_that_fails_again_and_again_is_not_started_without_requests() -> None:
-    """Under `edf`, a request is shed because of its model's load.
+    """Under `edf`, a request is shed because its model's load takes too long. The load begins all the same.
 
-    If this load then fails, it is not repeated without end.
+    If this load fails, it is not repeated without end.
     """
     driver = Driver(SchedulerSettings(discipline="edf"))
     driver.add(program("x"), program("a"), resident=False)
@@ -330,9 +333,9 @@ def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
 
 
 def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: Driver) -> None:
-    """A request arrives while its model's load is being abandoned.
+    """A request arrives while the load of its model is being abandoned.
 
-    It executes if the load succeeds, or else after another load.
+    If the load still succeeds, the request executes. Otherwise the model is loaded again.
     """
     for well in (True, False):
         machine.add(program("a"), resident=False)
@@ -385,7 +388,7 @@ def test_asking_again_for_what_is_to_go_keeps_it(machine: Driver) -> None:
 
 
 def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driver) -> None:
-    """An eviction withdraws the load of a prefetched model, and that of a model from before a compaction."""
+    """After an eviction command, a prefetched model is not loaded, and a compaction does not load the model again."""
     machine.add(program("a"), program("b"), resident=False)
     machine.add(program("c"))
     machine.send(Prefetch("a"))
@@ -411,7 +414,7 @@ def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> 
 
 
 def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:
-    """If a new model is evicted before its warm-up, it is first loaded and warmed up."""
+    """If an operator evicts a new model before its warm-up, the model is still loaded and warmed up, and then evicted."""
     machine.add(program("a"), resident=False, warm_up=True)
     assert machine.evict("a") == []
     assert machine.load("a") == [WarmUp("a")]
@@ -459,7 +462,7 @@ def test_what_waits_is_not_refused_on_demand(machine: Driver) -> None:
 def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
     """Weights have no time of last use while requests wait for them, and while they load or execute.
 
-    Host copies are dropped by this time.
+    The time of last use decides which host copies are dropped.
     """
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.send(ModelAdded(program("a")), after=1.0)
@@ -474,9 +477,9 @@ def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
 
 
 def test_a_model_whose_requests_are_expected_soon_keeps_its_weights_for_twice_its_usual_pause() -> None:
-    """A model with a request each 100 ms keeps its weights for 200 ms after its latest execution.
+    """A model that gets a request every 100 ms keeps its weights for 200 ms after its latest execution.
 
-    Then another model gets its room.
+    After that, its weights may be evicted for another model.
     """
     machine = budgeted(1)
     machine.add(program("a", SINGLE, weight_bytes=1), program("b", SINGLE, weight_bytes=1), resident=False)

@@ -56,8 +56,8 @@ class RandomEvents:
 
     `Driver` checks at each step that no expired or cancelled request executes, that requests of a variant execute in
     order, and that only padded models mix variants. It checks that the oldest request progresses, that no execution
-    lacks its weights, and that no weights are evicted below an execution. It checks the depth, the number of runs in
-    progress, and that no run waits while a place is free. The scheduler checks its own invariants after every
+    lacks its weights, and that no weights are evicted while an execution uses them. It checks the depth, the number of
+    runs in progress, and that no run waits if another one may begin. The scheduler checks its own invariants after every
     `validate_every` events.
     """
 
@@ -476,6 +476,6 @@ def test_random_events() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_million_random_events() -> None:
-    """200 times, 5,000 random events with up to 12 models and queues that grow and shrink break no invariant."""
+    """A million random events with up to 12 models break no invariant. There are 200 sequences of 5,000 events."""
     for seed in range(200):
         RandomEvents(seed, models=12, validate_every=20).run(5000)

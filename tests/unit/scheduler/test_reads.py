@@ -1,4 +1,4 @@
-"""Weights that are only on disk: they are read before their load, and no other load waits for this."""
+"""Weights that are only on disk: they are read into host memory before their load. Other loads do not wait for the read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_slow_read_delays_no_load_from_host_memory() -> None:
 
 
 def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None:
-    """While the weights of a model are read, no other model is evicted for it. The eviction comes with the load."""
+    """While the weights of a model are read, no other model is evicted for them. It is evicted when the load begins."""
     machine = machine_of("a", "b", budget=100)
     machine.arrive(machine.request("b"))
     machine.load("b")
@@ -62,9 +62,9 @@ def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None
 
 
 def test_one_read_runs_at_a_time_in_the_order_of_loads() -> None:
-    """Only one read runs at a time.
+    """Only one read runs at a time. After the read in progress, pinned models are read first.
 
-    Pinned models come first, then those with requests by their rank, then prefetched ones.
+    Models with requests follow in the order of their ranks, and then prefetched models.
     """
     machine = machine_of("abcde")
     for model in "ab":
@@ -104,7 +104,7 @@ def test_a_read_that_nothing_needs_any_more_makes_way_for_another() -> None:
 
 
 def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
-    """The read of weights that an earlier runtime had is abandoned for a request, so that this does not wait for large weights."""
+    """A read that only restores weights of an earlier runtime is abandoned when a request needs the disk."""
     machine = machine_of("b")
     assert machine.send(ModelAdded(program("a"), restore=0, on_disk=True)) == [ReadWeights("a", 1)]
 
@@ -115,7 +115,7 @@ def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
 
 
 def test_a_read_that_nothing_needs_any_more_makes_way_for_weights_that_return() -> None:
-    """A read that no request needs is abandoned for the weights of a model that an earlier runtime had."""
+    """A read that no request needs any more is abandoned when weights of an earlier runtime are restored from the disk."""
     machine = machine_of("a")
     request = machine.request("a")
     machine.arrive(request)
@@ -179,9 +179,9 @@ def test_a_pinned_model_whose_read_fails_is_read_again_by_itself() -> None:
 
 
 def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
-    """Under `edf`, a request is shed if the read and the load are too slow for it. They continue for the next request.
+    """Under `edf`, a request is shed if the read and the load of its model would take too long.
 
-    The time of a read is known after the first one.
+    The scheduler knows the duration of a read after the first one. A read that has begun continues for later requests.
     """
     machine = machine_of("a", discipline="edf")
     machine.arrive(machine.request())
@@ -207,7 +207,7 @@ def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
 
 
 def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
-    """If a host copy is dropped while its model is in line for the link, the model waits for a read, unless the copy returns."""
+    """If the host copy of a model is dropped while the model waits for the link, the weights are read again before the load."""
     machine = machine_of("", "ab")
     machine.arrive(machine.request("a"), machine.request("b"))
 
@@ -219,7 +219,7 @@ def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
 
 @every_discipline
 def test_what_weights_wait_for_has_words(discipline: str) -> None:
-    """The obstacle and the history have texts for weights that are read, and for weights that wait for another read."""
+    """`obstacle` says that weights are being read, or wait for another read. The history has a record of each change."""
     machine = machine_of("ab", discipline=discipline)
     machine.arrive(machine.request("a"))
     machine.arrive(machine.request("b"))

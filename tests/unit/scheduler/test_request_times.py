@@ -28,7 +28,10 @@ def parts(slow: SlowRequest) -> tuple[float, ...]:
 
 
 def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine: Driver) -> None:
-    """The time until the end of a load is attributed to the weights. The record has their eviction, with its reason."""
+    """The time that a request waits for a load is attributed to the weights.
+
+    The record of the request names when, and for which model, the weights were evicted.
+    """
     machine.add(program("a"))
     machine.add(program("b"), resident=False)
     machine.now = 1.0
@@ -66,7 +69,7 @@ def test_a_request_waits_behind_another_model(machine: Driver) -> None:
 
 
 def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
-    """The time of a delay is attributed to its peers. It ends when the batch is full."""
+    """The time in which `max_delay` keeps a request back is attributed to its peers. The delay ends when the batch is full."""
     machine.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}, weight_bytes=10, max_delay=0.5))
     machine.arrive(machine.request("a"))
     machine.tick(0.5)
@@ -127,7 +130,10 @@ def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
 
 
 def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> None:
-    """A client's tag finds all its requests. Those in progress have their time until now. The tag 0 finds nothing."""
+    """A search by a client's tag returns all requests with this tag. A search by the tag 0 alone returns nothing.
+
+    For requests in progress, the times end now.
+    """
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
     done, runs, waits = (machine.request(model)._replace(tag=7) for model in "aab")
     machine.arrive(done)
@@ -163,7 +169,7 @@ def offer(slow_requests: SlowestRequests, end: float, seconds: float) -> bool:
 def test_the_slowest_hundred_are_kept() -> None:
     """The hundred slowest requests are recorded.
 
-    A faster one is not even compared in full. A slower one replaces the fastest.
+    A request that is faster than all of them is not recorded. A slower request replaces the fastest one.
     """
     slow_requests = SlowestRequests()
     for second in range(MAX_SLOWEST):
@@ -176,7 +182,7 @@ def test_the_slowest_hundred_are_kept() -> None:
 
 
 def test_requests_are_dropped_after_an_hour() -> None:
-    """Requests are dropped an hour after their end, and their place is free for any request."""
+    """Requests are dropped an hour after their end. Then any other request, however fast, may take the free place."""
     slow_requests = SlowestRequests()
     for second in range(MAX_SLOWEST):
         offer(slow_requests, second, 10.0)

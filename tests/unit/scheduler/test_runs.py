@@ -1,6 +1,6 @@
-"""Requests of meta models' runs: one request of each run is committed and executes first.
+"""Requests of meta models' runs: one request of each run is committed and executes before requests without a run.
 
-The run's next one takes its place.
+When this request has executed or ended, the next request of the run is committed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def busy(discipline: str, names: str = "ab") -> Driver:
 
 
 def order(driver: Driver) -> list[int]:
-    """Return the first requests of all executions after the first one, in order."""
+    """Let all executions end. For each one after the first, return the id of its first request, in order."""
     return [execute.requests[0] for execute in driver.finish_all()[1:]]
 
 
 @every_discipline
 def test_runs_take_turns(discipline: str) -> None:
-    """The requests of three runs take turns: a later request of one run waits for a first request of each other run."""
+    """Three runs take turns: the second request of a run waits until each other run has executed its first request."""
     driver = busy(discipline)
     a, b, c = (driver.request("b", run=1, deadline=10.0) for _ in range(3))
     d = driver.request("b", run=2, deadline=10.0)
@@ -43,7 +43,7 @@ def test_runs_take_turns(discipline: str) -> None:
 
 @every_discipline
 def test_only_one_of_a_run_goes_first(discipline: str) -> None:
-    """Only the first request of a run is committed. The second one executes after an urgent request without a run."""
+    """Only the first request of a run is committed. Its second request executes after an urgent request that has no run."""
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
     driver.arrive(driver.request(deadline=10.0))
@@ -114,9 +114,9 @@ def test_a_committed_request_pulls_others_along(discipline: str) -> None:
 
 @every_discipline
 def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
-    """After an execution with the first requests of two runs, their next requests are committed, in the order of the first ones.
+    """One execution has the first requests of two runs. After it, the next request of each run is committed.
 
-    Each can be cancelled separately.
+    If one run's next request is cancelled, the request after it is committed.
     """
     driver = Driver(SchedulerSettings(discipline=discipline))
     driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
@@ -147,7 +147,7 @@ def test_the_next_of_a_run_is_of_another_variant() -> None:
 
 @every_discipline
 def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None:
-    """After a change of discipline, the oldest request of each run is still committed, whatever the deadlines are."""
+    """After a change of discipline, the oldest request of each run is still committed, even if a later one is due earlier."""
     driver = busy("fifo", "ab")
     urgent = driver.request("b", priority=1, deadline=5.0)
     first = driver.request("b", run=1, deadline=9.0)
@@ -192,7 +192,7 @@ def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
 
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_the_link_is_used_at_once_for_a_request_that_is_committed_now(discipline: str) -> None:
-    """When the second call of a run becomes committed, the load of its model may evict weights with work at once."""
+    """When the second sub-call of a run becomes committed, its model is loaded at once. This may evict a model with requests."""
     driver = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=200))
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)

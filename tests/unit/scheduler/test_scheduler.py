@@ -1,4 +1,4 @@
-"""The life of requests, one scenario per test: which instructions follow from which events."""
+"""Requests from their arrival to their end: one scenario per test shows which instructions follow from which events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_work_that_arrives_while_the_device_is_busy_is_coalesced(machine: Driver
 
 
 def test_model_that_does_not_coalesce_runs_one_by_one(machine: Driver) -> None:
-    """Each request runs alone at the smallest size that holds it."""
+    """If a model does not coalesce, each request executes alone, at the smallest size that has enough rows."""
     machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.001}, coalesce=False))
     machine.arrive(*machine.requests_of(2), machine.request(rows=3))
 
@@ -108,7 +108,7 @@ def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
 
 
 def test_checks_come_in_their_order(machine: Driver) -> None:
-    """A request with several faults is refused for the first one in the order of the checks."""
+    """Checks have a fixed order. A request with several faults is refused with the reason of the first check that fails."""
     machine.add(program("a", max_queue_depth=1), resident=False)
     machine.arrive(machine.request())
     past = machine.now
@@ -156,10 +156,10 @@ def test_row_limit_holds_after_a_warm_up(machine: Driver) -> None:
 
 
 def test_full_queue_says_when_to_retry(machine: Driver) -> None:
-    """If a queue is full, the answer has the time of the running execution and of one batch of each model with work.
+    """A full queue refuses a request with the time after which the client may retry.
 
-    2 ms are left of the running execution. `a` has 32 waiting rows, which take 4 ms, and `b` has one row, which takes 1
-    ms.
+    It is the remaining time of the running execution, here 2 ms, plus one batch of each model with waiting requests: `a`
+    has 32 rows, which take 4 ms, and `b` has one row, which takes 1 ms.
     """
     machine.add(program("a", max_queue_depth=32), program("b"))
     machine.arrive(*machine.requests_of(32))
@@ -174,7 +174,7 @@ def test_full_queue_says_when_to_retry(machine: Driver) -> None:
 
 
 def test_expired_requests_give_up_their_places(machine: Driver) -> None:
-    """If all requests in a full queue have expired, it accepts new requests of the same event."""
+    """If all requests in a full queue have expired when new requests arrive, the queue accepts the new ones."""
     machine.add(program("a", max_queue_depth=2), resident=False)
     old = [machine.request(deadline=1.0) for _ in range(2)]
     machine.arrive(*old)
@@ -191,7 +191,7 @@ def test_expired_requests_give_up_their_places(machine: Driver) -> None:
 
 
 def test_tick_expires_what_is_due(machine: Driver) -> None:
-    """The next wake-up is the earliest deadline in the queue. The tick then ends this request only."""
+    """The next wake-up is at the earliest deadline in the queue. A tick at this time ends only the request with this deadline."""
     machine.add(program("a"))
     machine.arrive(machine.request())
     late, soon, never = machine.request(deadline=5.0), machine.request(deadline=3.0), machine.request()
@@ -300,7 +300,7 @@ def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> N
 
 
 def test_requests_of_several_lengths_share_an_execution_where_that_costs_less(machine: Driver) -> None:
-    """If rows of two lengths cost as much as rows of one length, requests of both share an execution at the longer variant."""
+    """If all variants of a padded model cost the same, requests of two lengths share an execution of the longer variant."""
     costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
     machine.add(program(costs=costs, padded=True))
     machine.arrive(machine.request(variant=1))
@@ -314,9 +314,9 @@ def test_requests_of_several_lengths_share_an_execution_where_that_costs_less(ma
 
 
 def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver) -> None:
-    """The first request decides the variant of an execution.
+    """The first waiting request decides the variant of an execution.
 
-    Requests of this variant pass one of another variant before them.
+    Later requests of the same variant join this execution, ahead of an earlier request of another variant.
     """
     costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
     machine.add(program("a", costs))

@@ -43,7 +43,7 @@ def logical(driver: Driver) -> int:
 
 
 def test_equal_tensors_are_counted_once() -> None:
-    """Three models share a base of 100 bytes. The physical bytes include it once, and the logical bytes three times."""
+    """Three models share a base of 100 bytes. The physical bytes count the base once, and the logical bytes three times."""
     driver = Driver()
     driver.add(tuned("a"), tuned("b"), tuned("c"))
 
@@ -51,7 +51,7 @@ def test_equal_tensors_are_counted_once() -> None:
 
 
 def test_equal_models_cost_nothing_more() -> None:
-    """A second model with the same tensors takes no bytes. When one of the two leaves, none are freed."""
+    """A second model with the same tensors takes no bytes. When one of the two models is evicted, no bytes are freed."""
     driver = Driver()
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
 
@@ -73,7 +73,7 @@ def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
 
 
 def test_a_newcomer_keeps_the_tensors_that_it_shares_with_the_evicted_model() -> None:
-    """A model is evicted for the 10 bytes that are missing. The new model keeps the tensors that both have."""
+    """A model is evicted because 10 bytes are missing for a new one. Tensors that both models have stay on the device."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=110))
     driver.add(tuned("a"))
     driver.add(tuned("b"), resident=False)
@@ -83,9 +83,9 @@ def test_a_newcomer_keeps_the_tensors_that_it_shares_with_the_evicted_model() ->
 
 
 def test_no_model_is_evicted_if_a_relative_keeps_its_bytes() -> None:
-    """For 50 bytes, the least recently used model is not evicted, because another model keeps its tensors.
+    """A new model needs 50 bytes. The least recently used model `a` is not evicted, because `b` has the same tensors.
 
-    A third one is evicted.
+    The model `c` is evicted, although it was used later than `a`.
     """
     driver = Driver(SchedulerSettings(weight_budget_bytes=150))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE), program("c", weight_bytes=50))
@@ -111,7 +111,10 @@ def test_no_model_is_evicted_for_bytes_that_the_newcomer_has_too() -> None:
 
 
 def test_weights_with_work_are_evicted_if_idle_ones_have_only_what_the_newcomer_needs() -> None:
-    """An idle model whose tensors the new model needs frees nothing, so a model with less urgent work is evicted."""
+    """A new model needs all tensors of the idle model `a`, so evicting `a` would free nothing.
+
+    The model `c`, which has less urgent requests, is evicted.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=150, discipline="fifo"))
     driver.add(program("busy", weight_bytes=0), program("a", tensors=BASE), program("c", weight_bytes=50))
     driver.add(tuned("b", 50), resident=False)
@@ -124,7 +127,7 @@ def test_weights_with_work_are_evicted_if_idle_ones_have_only_what_the_newcomer_
 
 
 def test_twins_go_together_when_one_does_not_free_enough() -> None:
-    """Two models with the same tensors are both evicted if a model needs their room."""
+    """If a new model needs the bytes of tensors that two models share, both models are evicted."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
     driver.add(program("new", weight_bytes=100), resident=False)
@@ -135,9 +138,9 @@ def test_twins_go_together_when_one_does_not_free_enough() -> None:
 
 
 def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> None:
-    """A model needs the room of tensors that an executing model shares with an idle one.
+    """A new model needs the bytes of tensors that an executing model and an idle model share.
 
-    None is evicted before the execution ends.
+    Neither of the two is evicted before the execution has ended.
     """
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
@@ -164,9 +167,9 @@ def test_a_load_of_what_differs_tells_nothing_of_a_whole_one() -> None:
 
 
 def test_more_than_half_of_the_bytes_tell_of_the_whole() -> None:
-    """60 of 100 bytes took 3 s, so a whole load is expected to take 5 s.
+    """A load that moves more than half of a model's bytes is used to estimate a whole load.
 
-    Loads of half of the bytes or less have no effect.
+    Here, 60 of 100 bytes took 3 s, so a whole load is expected to take 5 s.
     """
     driver = Driver()
     driver.add(program("a", tensors={"base": 40}))
@@ -178,7 +181,10 @@ def test_more_than_half_of_the_bytes_tell_of_the_whole() -> None:
 
 
 def test_what_is_there_shortens_the_expected_wait() -> None:
-    """Under `edf`, nine tenths of a model's bytes are on the device, so a request with a deadline before a whole load is not shed."""
+    """Under `edf`, a request is not shed if the missing part of its model's weights can be loaded before the deadline.
+
+    Nine tenths of the bytes are already on the device. A load of all bytes would take too long.
+    """
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", COST, tensors={"base": 90}))
     device.model(program("b", COST, tensors={"base": 90, "b": 10}), load=0.1, resident=False, expected=1.0)
@@ -190,7 +196,10 @@ def test_what_is_there_shortens_the_expected_wait() -> None:
 
 
 def test_a_model_that_shares_all_with_a_larger_one_does_not_send_it_away() -> None:
-    """A model that exceeds the budget stays beside a model whose tensors it has, because both take no more than it alone."""
+    """A model that exceeds the budget may stay beside a smaller model if it contains all tensors of the smaller one.
+
+    Both together take no more bytes than the larger model alone.
+    """
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))
     driver.add(program("part", tensors={"t": 60}))
     driver.add(program("big", tensors={"t": 60, "u": 60}), resident=False)
@@ -226,7 +235,7 @@ def test_tensors_are_forgotten_with_their_last_model() -> None:
 
 
 def test_a_relative_that_comes_later_divides_what_is_there() -> None:
-    """Models that share some tensors of a resident model are added. Each tensor is freed with its last model."""
+    """Models are added that share some tensors with a resident model. A tensor is freed when its last model is removed."""
     driver = Driver()
     driver.add(program("a", tensors={"t": 1, "u": 2, "v": 4}))
     driver.add(program("b", tensors={"u": 2, "v": 4, "w": 8}), program("c", tensors={"v": 4}))
@@ -238,7 +247,7 @@ def test_a_relative_that_comes_later_divides_what_is_there() -> None:
 
 
 def test_shared_tensors_are_pinned_by_each_of_their_models() -> None:
-    """The shared base of two pinned models is in the pinned bytes once."""
+    """If two pinned models share tensors, the pinned bytes count these tensors once."""
     driver = Driver()
     driver.add(program("a", tensors={**BASE, "a": 1}, pinned=True))
     driver.add(program("b", tensors={**BASE, "b": 2}, pinned=True))
@@ -253,7 +262,10 @@ ranks = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
 
 @st.composite
 def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Resident], set[int]]:
-    """Draw models: their tensors by model, the tensors' sizes, the evictable models, and the tensors that a new model keeps."""
+    """Draw resident models with random tensors, and a new model that needs some of these tensors.
+
+    Returns the tensors of each model, the size of each tensor, the evictable models, and the tensors that the new model needs.
+    """
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     tensors = st.sets(st.integers(0, len(sizes) - 1))
     models = draw(st.lists(tensors, min_size=1, max_size=6))
@@ -274,7 +286,7 @@ def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Reside
 
 
 def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str], keep: set[int]) -> int:
-    """Return how many bytes these evictions free, counted tensor by tensor."""
+    """Return how many bytes are freed if the models `gone` are evicted and the tensors `keep` stay."""
     gone = set(gone)
     stay = set().union(keep, *(tensors for name, tensors in models.items() if name not in gone))
     went = set().union(*(models[name] for name in gone))
@@ -285,9 +297,9 @@ def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str],
 def test_room_is_made_by_as_few_as_possible_in_order(
     crowd: tuple[dict[str, set[int]], list[int], list[Resident], set[int]], missing: int
 ) -> None:
-    """Victims free enough bytes, in the eviction order, and none is in vain.
+    """The chosen victims are in the eviction order and free enough bytes. Without any one of them, the bytes are not enough.
 
-    There is no choice only if all models free too few.
+    `choose_victims` returns None only if evicting all models would not free enough.
     """
     models, sizes, residents, keep = crowd
     groups = [group for resident in residents for group in resident.groups if set(group.tensors) <= keep]
@@ -305,7 +317,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     for spared in victims:
         assert freed(models, sizes, [victim for victim in victims if victim != spared], keep) < missing
     assert victims == [model for model in order if model in victims]
-    # Without the last victim, all models before it would not free enough. So no victim comes too late in the order.
+    # The models before the last victim in the order do not free enough, so no later model than needed is chosen.
     before = order[: order.index(victims[-1])]
     assert freed(models, sizes, before, keep) < missing
 
@@ -357,7 +369,10 @@ class _Paced(Device):
 
 @pytest.mark.parametrize("expected", [0.0, 0.11])
 def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> None:
-    """Four models share the base, with room for two own tensors. None waits for as long as a whole load takes."""
+    """Four models share the base, and the budget is enough for the base and two further tensors.
+
+    No model waits as long as a load with the base would take.
+    """
     device = _Paced(SchedulerSettings(weight_budget_bytes=102), validate_every=100)
     for name in "abcd":
         device.model(tuned(name, own=1), load=0.0, resident=False, expected=expected)

@@ -53,7 +53,7 @@ def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
 
 
 def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
-    """Under `edf`, a shed request is counted as missed in the stage `load` or `queue`."""
+    """Under `edf`, a shed request counts as a missed deadline, in the stage `load` or `queue` in which it was shed."""
     device = Device(SchedulerSettings(discipline="edf"))
     device.model(program("a", ONE), load=1.0, resident=False)
     device.model(program("b", {(0, 1): 0.1}))

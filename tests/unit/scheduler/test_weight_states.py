@@ -17,7 +17,7 @@ TENSORS = {"a": {"base": 10, "a": 1}, "b": {"base": 10, "b": 2}}
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(TENSORS)), st.sampled_from(WeightEvent)), max_size=200))
 def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
-    """Only events of the table change state and bytes. All other events raise."""
+    """Only events that the table allows in a state change the state and the bytes. Any other event raises an error."""
     accounts = WeightAccounts(None)
     models = {name: accounts.add(program(name, tensors=tensors)) for name, tensors in TENSORS.items()}
     for name, event in events:
@@ -39,7 +39,7 @@ def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
 
 
 def test_an_illegal_change_tells_the_history() -> None:
-    """An illegal event raises an error with the history. In this test, absent weights are evicted."""
+    """An event that is illegal in the present state, here an eviction, raises an error with the model's history."""
     weights = WeightAccounts(None).add(program("a"))
     weights.history.add(1.5, "added")
 

@@ -1,4 +1,4 @@
-"""A scheduler that comes to rest for the next runtime: what must end before, what waits, and what happens if this takes too long."""
+"""A scheduler winds down before the next runtime takes over: which work ends first, which work waits, and the time limit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_generations_in_progress_end_first(driver: Driver) -> None:
 
 
 def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> None:
-    """A held generation is still in progress, so the device is not at rest when the time is over."""
+    """A generation of a held model is still in progress at the time limit, so the device is not at rest."""
     driver.add(replace(program("steps", SINGLE), feeds_back=True))
     driver.pause(Pause.HOLD, "steps")
     driver.arrive(driver.request("steps"))
@@ -105,7 +105,10 @@ def test_a_second_try_that_waits_is_counted_when_the_time_is_over(driver: Driver
 
 
 def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:
-    """When the time is over, the answer counts what has not ended. Then queued requests execute, and waiting runs begin."""
+    """At the time limit, the scheduler reports the numbers of runs and executions that have not ended.
+
+    Then it continues: queued requests execute, and waiting runs begin.
+    """
     run, later = driver.run_of(), driver.run_of()
     driver.ask(run)
     driver.arrive(driver.request())
@@ -121,7 +124,7 @@ def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:
 
 
 def test_a_waiting_run_begins_when_the_time_is_over(driver: Driver) -> None:
-    """When the time is over, a waiting run for which there is a place begins at once."""
+    """When the time limit has passed, a waiting run begins at once if fewer runs than allowed are in progress."""
     later = driver.run_of()
     driver.arrive(driver.request())
     driver.wind_down(0.005)
@@ -131,7 +134,7 @@ def test_a_waiting_run_begins_when_the_time_is_over(driver: Driver) -> None:
 
 
 def test_a_withdrawn_command_leaves_no_trace(driver: Driver) -> None:
-    """If the command is withdrawn, queued requests execute at once, even if the device was at rest."""
+    """If the command to wind down is withdrawn, queued requests execute at once, even if the device was already at rest."""
     assert driver.wind_down(30) == [AT_REST]
     waiting = driver.request()
     driver.arrive(waiting)

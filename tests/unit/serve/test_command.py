@@ -38,7 +38,7 @@ def never(question: str) -> bool:
 
 
 def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: Path) -> None:
-    """A named server takes precedence over the one in PATH, and this over the container's. If there is one, no question is asked."""
+    """A named tritonserver is used first, then the one in PATH, then the container's. If there is any, the user is not asked."""
     container = put_program(tmp_path / "opt" / "tritonserver")
     assert find_tritonserver(None, never) == container
     on_path = put_program(tmp_path / "bin" / "tritonserver")
@@ -50,7 +50,10 @@ def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: 
 
 
 def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
-    """Without a server, the user is asked. After a no, the message names the three other ways."""
+    """Without a tritonserver, the user is asked whether to install one.
+
+    If the user declines, the error names the three other ways to get one, and nothing is installed.
+    """
     with pytest.raises(ServeError, match=r"rsrv triton install.*--tritonserver.*container"):
         find_tritonserver(None, lambda question: False)
     assert not default_folder().exists()
@@ -84,7 +87,10 @@ def test_a_missing_jax_is_named_before_a_server_is_started(
 
 
 def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installation of `rsrv triton install` is used without a question. If there is none, a yes makes it."""
+    """An installation made by `rsrv triton install` is used without a question.
+
+    If there is none and the user agrees, it is made.
+    """
     installed: list[Path] = []
     monkeypatch.setattr(Installation, "install", lambda self, say: installed.append(self.folder))
     launcher = find_tritonserver(None, lambda question: True)
@@ -124,7 +130,7 @@ def test_a_full_disk_is_named_with_its_folder(
 def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the disk of the log is full, lines are lost and one message says so. The server is not affected."""
+    """If the disk with the log is full, log lines are lost, and one message says so. The server continues."""
     (tmp_path / "log").symlink_to("/dev/full")
     with command._log_lines(tmp_path / "log") as put:
         put(b"one\n")

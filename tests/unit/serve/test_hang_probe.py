@@ -25,7 +25,7 @@ def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
 
 
 def test_any_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any reaction is an answer, also a refusal or a closed connection. An answer sets the number of missing answers to zero."""
+    """Any reaction is an answer, even an error or a closed connection. An answer resets the count of missing answers."""
     requests: list[bytes] = []
 
     async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, Mock]:

@@ -15,7 +15,10 @@ from rsrv.serve.plan import ServeError
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the export by one that writes an empty bundle and fails for `broken`. Return its command lines."""
+    """Replace the export by a fake that writes an empty bundle, and fails for a model named `broken`.
+
+    Returns the list of the export commands so far.
+    """
     commands: list[list[str]] = []
 
     def run(argv: list[str], **_: Any) -> Any:
@@ -53,9 +56,9 @@ def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: 
 def test_files_with_equal_times_and_sizes_are_exported_again(
     tmp_path: Path, exported: list[list[str]]
 ) -> None:
-    """Another directory of the same name, or new weights, are exported again, although the files have equal times and sizes.
+    """A model is exported again if its files have changed, even if the new files have the same times and sizes.
 
-    Archives give all files the same times.
+    This happens with files from archives, which all have the same time.
     """
     models = [directory(tmp_path / part / "model") for part in ("a", "b")]
     for model in models:

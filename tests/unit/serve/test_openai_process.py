@@ -1,4 +1,4 @@
-"""The process of OpenAI's endpoints: its start, and the reasons for which its port stays closed."""
+"""The process of OpenAI's endpoints: its start, and the reasons why its port may stay closed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = f"a: {{sha256: {sha256(b'secret').hexdigest()}}}\n"
 def test_a_port_for_other_machines_needs_keys(
     tmp_path: Path, listen: str, keys: str | None, reason: str
 ) -> None:
-    """Only clients on this machine may call without a key. If the file of keys cannot be read, the port stays closed."""
+    """A port that other machines can reach needs a file of keys. If the file cannot be read, the port stays closed."""
     file = None if keys is None else tmp_path / "keys.yaml"
     if file is not None:
         file.write_text(keys or "")
@@ -49,7 +49,10 @@ def write_model(repository: Path, name: str, text: str, time: int) -> None:
 
 
 def test_a_task_is_found_when_a_model_gets_it_or_loses_it(tmp_path: Path) -> None:
-    """A changed configuration is read again. Folders without a configuration are skipped."""
+    """The scanner notices when a model gets or loses a task, because it reads changed configurations again.
+
+    It skips folders without a configuration.
+    """
     scanner = TaskScanner(tmp_path)
     (tmp_path / "empty").mkdir()
     write_model(tmp_path, "plain", 'parameters { key: "rsrv_axes" }', 1)
@@ -62,7 +65,10 @@ def test_a_task_is_found_when_a_model_gets_it_or_loses_it(tmp_path: Path) -> Non
 
 @looped
 async def test_a_line_that_is_too_long_does_not_end_the_log() -> None:
-    """A log line that is too long is left out, and later lines are read. Otherwise the process would be killed and never start again."""
+    """A log line that is too long is left out, and later lines are still read.
+
+    If reading ended with an error, the process would be killed and never start again.
+    """
     stream = asyncio.StreamReader(limit=16)
     stream.feed_data(b"before\n" + b"x" * 100 + b"\nbehind\n")
     stream.feed_eof()

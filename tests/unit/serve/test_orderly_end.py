@@ -32,7 +32,7 @@ class Server:
         self.http = http
         self.events: list[str] = []
         self.trouble = ""
-        #: Numbers of requests that `request_count` returns. The last number stays.
+        #: Results of the next calls of `request_count`, in order. The last result is repeated.
         self._counts = [*counts, 0]
 
     def terminate(self) -> None:
@@ -83,9 +83,9 @@ def deeds(server: Server) -> list[str]:
 
 @looped
 async def test_models_are_unloaded_while_a_connection_keeps_the_server() -> None:
-    """A connection keeps the server alive while its models are unloaded. Otherwise Triton would end gRPC before the models.
+    """An open connection keeps the server alive while its models are unloaded.
 
-    Models that call other models are unloaded before these.
+    Without it, Triton would end gRPC before the models are unloaded. Models that call other models are unloaded first.
     """
     server = Server("a", "caller", "b")
     async with listening(server):
@@ -106,7 +106,10 @@ async def test_clients_with_open_connections_are_served_until_they_are_idle() ->
 
 @looped
 async def test_clients_that_never_pause_do_not_keep_the_models() -> None:
-    """If requests never stop, models are unloaded after a while, because requests in flight need the rest of the time."""
+    """If clients never stop sending requests, models are unloaded after a while.
+
+    The rest of the drain time is left for the requests in flight.
+    """
     server = Server("a", counts=range(100_000))
     async with listening(server):
         assert await end_in_order(server, server.terminate, (), 0.05)
@@ -115,7 +118,7 @@ async def test_clients_that_never_pause_do_not_keep_the_models() -> None:
 
 @looped
 async def test_a_server_that_does_not_unload_ends_by_itself() -> None:
-    """If models cannot be unloaded, for example because the repository API is restricted, only Triton itself ends them."""
+    """If models cannot be unloaded, for example because the repository API is restricted, Triton unloads them when it ends."""
     server = Server("a")
     server.trouble = "this protocol is restricted"
     async with listening(server):

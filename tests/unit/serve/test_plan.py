@@ -21,7 +21,7 @@ def planned(text: str = "", *arguments: str, directory: str = "/here", **options
 
 
 def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
-    """tritonserver gets the flags that lifecycle and stubs need. The operator's flags follow."""
+    """tritonserver gets the flags that the lifecycle of models and the stubs need. The operator's own flags follow them."""
     server_plan = planned("", "--log-verbose=1", drain_s=7)
 
     assert (server_plan.argv[0], server_plan.argv[-1], server_plan.drain_s) == (
@@ -67,22 +67,25 @@ def test_triton_gets_the_path_of_a_folder_that_it_can_use(name: str) -> None:
 
 
 def test_a_folder_is_refused_if_no_link_to_it_would_work() -> None:
-    """If a link would have the same problem, the folder is refused. The message has the characters and both remedies."""
+    """If the path of the link also has a character that Triton cannot use, the folder is refused.
+
+    The error shows the characters and names both settings that can be changed.
+    """
     with pytest.raises(ServeError, match=r"characters \[' '\].*--directory.*RSRV_RUNTIME_DIR"):
         planned(directory="/a b", links=Path("/c d"))
 
 
 def test_a_model_has_few_threads_of_triton_unless_bundles_call_through_it() -> None:
-    """A model has two threads of Triton. If bundles call through Triton, it has more.
+    """Triton's Python backend gets a pool of two threads per model, or a larger one if bundles call models through Triton.
 
-    Then each call that a stub may have in flight has a thread, and answers have one more.
+    The larger pool has one thread for each call that a stub may have in flight, and one for answers.
     """
     for calling, threads in ((False, 2), (True, MAX_CALLS + 1)):
         assert f"--backend-config=python,thread-pool-size={threads}" in planned(calling=calling).argv
 
 
 def test_addresses_are_those_of_the_operators_flags() -> None:
-    """A flag after -- takes precedence. The addresses that are checked and shown are those of the flags."""
+    """Ports and addresses in flags after -- take precedence. The plan shows and checks the addresses from these flags."""
     server_plan = planned("", "--http-port=9000", "--grpc-address", "::1")
 
     assert [str(server_plan.ports[kind]) for kind in PORTS] == [
@@ -105,7 +108,10 @@ def test_addresses_are_those_of_the_operators_flags() -> None:
     ],
 )
 def test_all_front_ends_listen_at_the_host(host: str, flags: tuple[str, str, str]) -> None:
-    """HTTP, gRPC and metrics listen at the given host, in the spelling of each. The same addresses are shown and checked."""
+    """HTTP, gRPC and metrics listen at the host of --host, which each flag spells as its front end needs it.
+
+    The plan shows and checks the same addresses.
+    """
     server_plan = planned(host=host)
 
     assert {f"--{kind}-address={flag}" for kind, flag in zip(PORTS, flags, strict=True)} <= set(
@@ -131,7 +137,10 @@ def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
 
 
 def test_restrictions_of_the_operator_stay() -> None:
-    """APIs that the operator has restricted are left out of rsrv's restriction, because tritonserver refuses an API in two restrictions."""
+    """rsrv's restriction leaves out APIs that the operator has already restricted.
+
+    tritonserver refuses an API that is in two restrictions.
+    """
     server_plan = planned(
         "", "--http-restricted-api=model-repository,health:mine=1", "--grpc-restricted-protocol=trace:a=b"
     )
@@ -160,7 +169,7 @@ def test_a_plan_does_not_show_the_key() -> None:
     ],
 )
 def test_a_server_that_others_can_take_over_warns(options: dict[str, Any], *, warns: bool) -> None:
-    """If other machines can reach the shared memory API, a warning says so, because clients could take the server over with it."""
+    """A warning says if other machines can reach the shared memory API, because clients could take over the server with it."""
     warning = planned(**options).warning
     assert ("register shared memory" in warning) is warns
     assert ("Leave out --host or --client-shm" in warning) is warns

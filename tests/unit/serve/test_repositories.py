@@ -58,7 +58,7 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
     [([], "", False), (["resnet"], "", True), ([], "meta: {transport: bls}", True)],
 )
 def test_calls_through_triton_are_found(bundles: Path, external: list[str], text: str, calling: bool) -> None:
-    """Calls of models that are not rsrv's are sent through Triton. With the transport bls, all calls are."""
+    """Calls to models that rsrv does not serve are sent through Triton. With the transport `bls`, all calls are."""
     settings = load_settings(text)
     assert not call_through_triton(read_sources([bundles]), settings)
     write_meta(bundles / "meta", ["one"], external)
@@ -66,7 +66,7 @@ def test_calls_through_triton_are_found(bundles: Path, external: list[str], text
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:
-    """If the settings name folders of bundles, as inside a container, these folders are watched."""
+    """If the settings name folders of bundles, for example in a container, these folders are watched, not the given ones."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
 
     assert watched(settings, [bundles]).lifecycle.bundles == [Path("/elsewhere")]
@@ -84,7 +84,7 @@ def test_a_bundle_removed_while_the_server_was_down_is_not_served(bundles: Path,
 
 
 def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path: Path) -> None:
-    """If one of two folders of bundles is empty, no model is removed, because the folder's disk may not be mounted."""
+    """If one of two folders of bundles is empty at a start, its models stay, because its disk may not be mounted."""
     (tmp_path / "disk").mkdir()
     write_bundle(tmp_path / "disk" / "three")
     made(tmp_path / "models", bundles, tmp_path / "disk")
@@ -107,9 +107,9 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
 def test_a_server_without_the_library_reports_the_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, cost: str
 ) -> None:
-    """Without the library of the native front, a message reports the cost.
+    """If the library of the native front is missing, a message names the cost.
 
-    The server is slow with many clients, or each of a thousand models has its own process.
+    The cost is that the server is slow with many clients, or that each of a thousand models has its own process.
     """
     library = tmp_path / "library.so"
     monkeypatch.setattr(plan, "LIBRARY", library)
@@ -139,7 +139,10 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
 def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
     bundles: Path, tmp_path: Path, other: str
 ) -> None:
-    """Models of a folder that is not given are not served, even beside a broken bundle of the same name or an empty folder."""
+    """Models of a folder that is not given at the next start are not served.
+
+    This also holds if the new folder is empty, or has a broken bundle with the name of such a model.
+    """
     made(tmp_path / "models", bundles)
     (tmp_path / other).mkdir()
     if other == "broken":
@@ -186,7 +189,7 @@ def test_a_folder_keeps_its_models_when_another_is_no_longer_given(
 def test_another_spelling_of_the_same_folder_keeps_its_models(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, back: bool
 ) -> None:
-    """A folder that is given through a link, or as a relative path, is the same folder, in either order."""
+    """A folder keeps its models if one start names it directly and another start by a link or a relative path."""
     (tmp_path / "link").symlink_to(bundles)
     monkeypatch.chdir(tmp_path)
     before, now = (Path(spelling), bundles) if back else (bundles, Path(spelling))
@@ -197,7 +200,10 @@ def test_another_spelling_of_the_same_folder_keeps_its_models(
 
 
 def test_a_folder_whose_link_leads_nowhere_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
-    """The given path is also compared as it is written, because a link to an unmounted disk may resolve to another place."""
+    """A folder that is given by a link keeps its models even if the link now leads elsewhere, as when a disk is not mounted.
+
+    The path is also compared as the user wrote it.
+    """
     (tmp_path / "link").symlink_to(bundles)
     made(tmp_path / "models", tmp_path / "link")
     (tmp_path / "link").unlink()
@@ -235,7 +241,7 @@ def test_bundles_given_instead_of_their_folder_keep_their_models(
 
 
 def test_a_model_without_notes_stays(bundles: Path, other: Path, tmp_path: Path) -> None:
-    """Without notes, it is unknown whether an earlier version is from another folder, so the model stays."""
+    """If the notes about the sources of models are missing, all models stay, because a model may be from the given folder."""
     made(tmp_path / "models", bundles)
     (tmp_path / ".models-known.json").unlink()
     unmount(other)
@@ -244,7 +250,10 @@ def test_a_model_without_notes_stays(bundles: Path, other: Path, tmp_path: Path)
 
 
 def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_path: Path) -> None:
-    """After several starts with a broken bundle, its place is still known, so that another folder does not serve its earlier version."""
+    """After several starts with a broken bundle, the bundle's folder is still known.
+
+    When a start names only another folder, the earlier version of the broken bundle is not served any more.
+    """
     made(tmp_path / "models", bundles)
     break_one(bundles)
     for _ in range(2):
@@ -256,7 +265,7 @@ def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_
 
 
 def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
-    """If the settings name other folders to watch, a given folder keeps its models all the same."""
+    """A given folder keeps its models even if the settings name only other folders to watch."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
     generate(tmp_path / "models", read_sources([bundles]), settings)
     break_one(bundles)
@@ -265,7 +274,7 @@ def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, 
 
 
 def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:
-    """If a model is not given again, an alias of it is not served, because the alias contains its bundle."""
+    """If the bundle of a model is not given again, an alias of this model is not served. The alias would contain the bundle."""
     aliases = load_settings("aliases: {champion: one}")
     generate(tmp_path / "models", read_sources([bundles]), watched(aliases, [bundles]))
     assert model_folders(tmp_path / "models") == {"one", "two", "champion"}
@@ -279,7 +288,7 @@ def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path
 
 
 def test_a_further_folder_takes_no_model_of_the_others_away(bundles: Path, tmp_path: Path) -> None:
-    """If an unmounted folder is given again, together with a new folder, it keeps its models."""
+    """A folder that is missing, because its disk is not mounted, keeps its models if it is given together with a new folder."""
     made(tmp_path / "models", bundles)
     bundles.rename(tmp_path / "away")
     write_bundle(tmp_path / "more" / "three")
@@ -290,7 +299,7 @@ def test_a_further_folder_takes_no_model_of_the_others_away(bundles: Path, tmp_p
 
 
 def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
-    """A foreign model is not overwritten, and the other models are written."""
+    """A model folder that rsrv has not made is not overwritten. The other models are written."""
     (tmp_path / "models" / "one").mkdir(parents=True)
 
     (failed,) = made(tmp_path / "models", bundles)
@@ -317,7 +326,7 @@ def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_models_are_compiled_for_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the compiler is interrupted, the start ends. Models that it cannot compile are left to the server."""
+    """The start compiles all models for a card. A model that cannot be compiled does not stop the start, but Ctrl-C does."""
     calls: list[tuple[object, ...]] = []
 
     def compile(*words: object) -> int:

@@ -44,7 +44,7 @@ def read(**options: Any) -> Any:
 
 
 def test_a_link_to_the_folder_lasts_as_long_as_the_server(tmp_path: Path) -> None:
-    """The link to the folder is removed with the server. A link that a killed server left is replaced, as it may lead elsewhere."""
+    """The link to the server's folder exists while the server runs. A link of an earlier, killed server is replaced."""
     server_plan = planned(directory=str(tmp_path / "a b"), links=tmp_path / "links")
     assert server_plan.link is not None
     server_plan.link.parent.mkdir(mode=0o700)
@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_it_would_run(
 
 
 def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None:
-    """The key is made once, so programs that have read its file can still use it after a restart. Only the user can read the file."""
+    """The key is made once and stays the same after a restart, so programs may keep it. Only the user can read its file."""
     path = tmp_path / "operator-key"
     key = operator_key(path)
 
@@ -114,7 +114,7 @@ def test_a_key_that_is_no_secret_is_refused(
 def test_auto_asks_the_tritonserver_that_is_started(
     bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front of each model is one that --tritonserver supports, whatever tritonserver is in PATH."""
+    """`stub: {front: auto}` chooses a front that the program of --tritonserver supports, whatever tritonserver is in PATH."""
     library, config = tmp_path / "libtriton_rsrv.so", tmp_path / "rsrv.yaml"
     library.write_bytes(b"\x7fELF")
     config.write_text("stub: {front: auto}")
@@ -134,7 +134,7 @@ def test_auto_asks_the_tritonserver_that_is_started(
 
 @pytest.mark.parametrize(("knows", "flags"), [(True, ["--allow-client-shm=true"]), (False, [])])
 def test_clients_may_share_memory_on_each_release(tmp_path: Path, *, knows: bool, flags: list[str]) -> None:
-    """Only releases that know the flag for shared memory get it, because others would refuse to start."""
+    """Only a tritonserver that knows the flag --allow-client-shm gets it. Other releases would refuse to start with it."""
     program = tmp_path / "tritonserver"
     program.write_text(
         f"#!/bin/sh\necho '  --model-repository <string>\n  --{'allow-client-shm' if knows else 'allow-http'} <boolean>'\n"
@@ -150,7 +150,7 @@ def test_clients_may_share_memory_on_each_release(tmp_path: Path, *, knows: bool
 def test_a_folder_of_bundles_whose_name_is_not_utf_8_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder whose name is not UTF-8 is refused, because the settings name the folder and are a text file."""
+    """A folder whose name is not UTF-8 is refused, because the name must be written to the settings file, which is text."""
     folder = tmp_path / os.fsdecode(b"latin \xe9")
     write_bundle(folder / "bundles" / "one")
 
@@ -227,7 +227,7 @@ def test_settings_of_a_gateway_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """If another process has the live page's address, a warning says so, and the address is not shown as the server's page."""
+    """If another process listens at the live page's address, a warning says so. The address is then not shown to the user."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -255,7 +255,7 @@ def test_a_port_is_checked_before_anything_is_loaded() -> None:
 def test_a_taken_port_is_all_that_a_second_server_says(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If Triton's port and the live page's are both taken, only the line about Triton's port is printed, which ends the command."""
+    """If Triton's port and the live page's port are both taken, the command prints only the error about Triton's port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -293,7 +293,10 @@ def test_the_cpu_limit_of_a_container_is_read(
 
 
 def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The repository gets the changed settings, with the devices of the command line. If the changed file is broken, the log says so."""
+    """After a change of the file of --config, the server gets the new settings, with the devices of the command line.
+
+    If the changed file has an error, the settings stay, and the log reports the error.
+    """
     mine, config = tmp_path / "mine.yaml", tmp_path / "rsrv.yaml"
     options = Namespace(config=mine, devices=["cpu"], bundles=[tmp_path / "bundles"])
     mine.write_text("models: {one: {weight: 3}}")
@@ -309,9 +312,9 @@ def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_last_error_of_a_log_is_kept() -> None:
-    """The last error of Triton or rsrv is kept, in both formats of the log.
+    """The last error line of Triton or rsrv is kept. rsrv's lines may be text or JSON.
 
-    A model's own output is ignored, and so is Triton's error without a GPU.
+    Lines that a model prints, and an error that Triton always logs without a GPU, are ignored.
     """
     lines: list[bytes] = []
     log = server.ErrorLines(lines.append)

@@ -34,7 +34,7 @@ def shell(script: str, **changes: Any) -> ServerPlan:
 
 
 class Scene:
-    """A server, the lines that it prints, and what its supervisor does."""
+    """A supervised server, the lines that it prints, and the pauses and restarts of its supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "fifo"
@@ -61,7 +61,7 @@ class Scene:
         return asyncio.create_task(supervise(server, hooks, self.orders))
 
     async def pid(self, count: int = 1) -> int:
-        """Wait until servers have printed `count` pids, and return the last of these."""
+        """Wait until servers have printed `count` process ids, and return the last of these ids."""
         while len(starts := [line for line in self.lines if line.startswith("up ")]) < count:
             self._more.clear()
             await self._more.wait()
@@ -110,9 +110,9 @@ def play(tmp_path: Path) -> Callable[[Play], None]:
 
 
 def test_pauses_double_up_to_half_a_minute_and_ten_restarts_in_a_row_are_all() -> None:
-    """Pauses between restarts double up to half a minute. After ten restarts in a row, the server is given up.
+    """Pauses between restarts double up to half a minute. After ten restarts in a row, the supervisor gives up.
 
-    After a long life of the server, the count begins again.
+    If a server has run for a minute, both the pauses and the count begin again.
     """
     restarts = Restarts()
     assert [restarts.ended(0.1) for _ in range(11)] == [1, 2, 4, 8, 16, *[30] * 5, None]
@@ -120,7 +120,7 @@ def test_pauses_double_up_to_half_a_minute_and_ten_restarts_in_a_row_are_all() -
 
 
 def test_a_server_that_is_killed_is_started_again(play: Callable[[Play], None]) -> None:
-    """A killed server is restarted after a pause. A signal ends it."""
+    """A server that was killed is restarted after a pause. A signal to the supervisor then ends the new server."""
 
     async def scenario(scene: Scene) -> None:
         serving = scene.run(POLITE)
@@ -196,7 +196,7 @@ def test_a_server_that_always_ends_is_given_up(
 def test_a_program_that_is_not_there_is_given_up(
     play: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the program does not exist, it is given up, and the log has the reason."""
+    """If the server's program does not exist, each start fails with the reason in the log, until the supervisor gives up."""
     monkeypatch.setattr(supervision, "MAX_RESTARTS", 1)
 
     async def scenario(scene: Scene) -> None:
@@ -250,7 +250,7 @@ def test_a_server_that_does_not_end_is_killed_with_a_line(
 
 
 def test_what_a_server_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:
-    """Before a restart, all descendants of the server are killed, even in other sessions."""
+    """Before a restart, all processes that the old server has started are killed, even those in other sessions."""
 
     async def scenario(scene: Scene) -> None:
         (tmp_path / "stays").write_text(STUBBORN.format(fifo=scene.fifo))
@@ -331,9 +331,9 @@ def test_a_pause_ends_with_a_signal(play: Callable[[Play], None]) -> None:
 def test_shared_memory_of_stubs_that_a_server_leaves_is_removed(
     play: Callable[[Play], None],
 ) -> None:
-    """Regions of shared memory that servers left are removed, before a start and after the end.
+    """The supervisor removes shared memory regions of stubs before it starts a server, and after the server has ended.
 
-    A server leaves regions if it is stopped during loads, or if it is killed with its supervisor.
+    A server leaves such regions if it is stopped during loads, or if it is killed together with its supervisor.
     """
     prefix = f"rsrv_test_{os.getpid()}_"
     earlier, region, other = (
@@ -361,7 +361,7 @@ def test_shared_memory_of_stubs_that_a_server_leaves_is_removed(
 def test_a_server_without_models_is_not_waited_for(
     play: Callable[[Play], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After its models are unloaded, a server has nothing to lose, so it is killed if clients' connections keep it alive."""
+    """When all models are unloaded, a server that only open connections keep alive is soon killed, whatever its drain time is."""
 
     async def scenario(scene: Scene) -> None:
         scene.unloaded, scene.idle_s = True, 0.05
@@ -379,7 +379,7 @@ def test_a_server_without_models_is_not_waited_for(
 def test_a_server_that_ends_in_time_is_not_killed(
     play: Callable[[Play], None], unloaded: bool | Exception
 ) -> None:
-    """A server that ends in time is not killed, even if unloading its models fails. So it can write its last lines."""
+    """A server that ends in time is not killed, even if unloading its models fails. It can write its last log lines."""
 
     async def scenario(scene: Scene) -> None:
         scene.unloaded = unloaded

@@ -42,13 +42,13 @@ def snapshot(device: int, **models: tuple[str, int]) -> pb.WatchStateResponse:
 
 
 def failures(**failed: str) -> pb.WatchStateResponse:
-    """Return an update with models that are not as their bundles say, with the reasons."""
+    """Return an update that reports failed models by name, each with its reason."""
     records = [pb.Failure(name=name, text=text) for name, text in failed.items()]
     return pb.WatchStateResponse(failures=pb.Failures(failures=records))
 
 
 def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[str]:
-    """Return the lines about an update. They follow after the second poll."""
+    """Return the lines that are printed for an update. Lines appear only at the second poll after the update."""
     changes.take(update)
     assert list(changes.lines(lives)) == []
     return list(changes.lines(lives))
@@ -75,7 +75,10 @@ def test_a_model_that_falls_back_to_cold_is_not_removed() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_never_called_cold() -> None:
-    """A model that cannot be loaded appears in the runtime and disappears again before its reason is known. It is never called cold."""
+    """A model that fails to load appears in the runtime and disappears again, before the reason is known.
+
+    Meanwhile it is counted as failed, never as cold.
+    """
     changes = Changes({}, lambda: {"a", "b"})
     for _ in range(3):
         assert said(changes, change("a@1", pb.STATE_LOADING), a="starting") == []
@@ -96,7 +99,7 @@ def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
 
 @pytest.mark.parametrize("name", ["pets", "aliases.pets"])
 def test_an_alias_is_neither_cold_nor_removed_when_its_failure_ends(name: str) -> None:
-    """When the failure of an alias ends, it is served. It is not a model, so it is never cold."""
+    """When the failure of an alias has ended, the line says that the alias is served. An alias is never called cold."""
     changes = Changes({}, lambda: {"cats"}, lambda: {"pets"})
     assert said(changes, failures(**{name: "no such model"})) == [f"{name} has failed: no such model"]
     assert said(changes, failures()) == ["the alias pets is served"]
@@ -142,7 +145,7 @@ def test_the_line_of_a_server_counts_models_that_take_requests(numbers: dict[str
 def test_the_line_of_a_server_names_its_devices(
     devices: list[str], numbers: dict[str, int], text: str
 ) -> None:
-    """A user who expects a GPU sees at once that the CPU serves."""
+    """The line about served models names the devices, so a user who expects a GPU sees that only the CPU serves."""
     status = pb.GetStatusResponse()
     for name in ("", *devices):
         status.devices.add().record.memory.name = name
@@ -164,7 +167,10 @@ def test_each_change_is_shown_once() -> None:
 
 
 def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
-    """Failed versions and unreadable bundles are shown with their reasons. When the bundle is repaired, the model is shown as ready."""
+    """Failed versions and unreadable bundles are shown with their reasons.
+
+    When a bundle has been repaired, its model is shown as ready.
+    """
     changes = Changes({})
     assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a has failed: no memory"]
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a is ready"]
@@ -186,7 +192,11 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
 
 
 def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None:
-    """If an earlier version of a broken bundle serves, the model is ready. Only another reason than the printed one is a failure."""
+    """If an earlier version of a broken bundle is served, the model is ready.
+
+    The bundle's failure was printed before the start. It gives no second line until the bundle was repaired and broke again.
+    A failure with another reason gives a line.
+    """
     changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
     assert said(changes, failures(a="no manifest", b="no manifest")) == []
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
@@ -198,7 +208,10 @@ def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None
 
 
 def test_a_model_that_one_device_serves_is_ready() -> None:
-    """A model is ready when one device serves it, and failed when it has failed on all. A new runtime gives no line."""
+    """A model is ready if one device serves it, and failed if all devices that report it have failed.
+
+    When a new runtime serves the model again, no line is printed.
+    """
     changes = Changes({})
     assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
     assert said(changes, snapshot(1, a=("a@1", pb.STATE_FAILED))) == []
@@ -256,7 +269,10 @@ def test_without_a_control_service_no_models_are_counted(
 def test_the_reason_why_no_runtime_starts_is_shown_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no runtime can start, there is no control process. The reason is shown at once, and models are not called cold."""
+    """If no runtime can start, there is no control process to report it. The reason is read from a file and shown at once.
+
+    The models are counted as failed, not as cold.
+    """
     (tmp_path / "models" / "cats").mkdir(parents=True)
     (tmp_path / FAILURE).write_text("the runtime did not start: no\nXLA\n")
     monkeypatch.setattr(view, "POLL_S", 0.01)
@@ -273,7 +289,7 @@ def test_the_reason_why_no_runtime_starts_is_shown_at_once(
 
 
 class Importing(control_pb2_grpc.ControlServicer):
-    """A server with the models `plain` and `hooked`. All weights are loaded; model.py of `hooked` is imported until `imported`."""
+    """A server whose models `plain` and `hooked` have loaded weights. model.py of `hooked` is being imported until `imported`."""
 
     def __init__(self) -> None:
         self.imported = False
@@ -324,7 +340,7 @@ def test_a_model_is_ready_when_its_model_py_is_imported(
 def test_a_control_service_is_asked_often_until_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the control service exists, which may take long, connections are tried often: the waits do not grow."""
+    """Until the control service accepts connections, a new attempt follows every few moments. The waits do not grow."""
     monkeypatch.setattr(view, "POLL_S", 0.05)
     monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
     attempts = asyncio.Queue[None]()
@@ -339,7 +355,7 @@ def test_a_control_service_is_asked_often_until_it_is_there(
         server = await asyncio.start_unix_server(refuse, tmp_path / CONTROL_SOCKET)
         async with server, aclosing(view.follow(plan, os.getpid(), {})) as lines:
             following = asyncio.ensure_future(anext(lines))
-            # With gRPC's own pauses, the attempts would take five minutes.
+            # With gRPC's own, growing pauses, twelve attempts would take five minutes.
             async with asyncio.timeout(PATIENCE_S):
                 for _ in range(12):
                     await attempts.get()
@@ -350,7 +366,7 @@ def test_a_control_service_is_asked_often_until_it_is_there(
 
 
 def test_a_start_is_never_silent_for_long() -> None:
-    """After ten seconds without a line, a line says what the start waits for. Further such lines follow more and more seldom."""
+    """After ten seconds without a line, a line says what the start waits for. The intervals between such lines grow."""
     silence = view.Patience(100.0)
     assert silence.waited(109.9) is None
     silence.note(109.9)
@@ -379,12 +395,12 @@ def test_a_start_is_never_silent_for_long() -> None:
 def test_what_a_start_waits_for(
     starting: set[str], processes: set[str], runtime: bool, error: str, text: str
 ) -> None:
-    """The line has the progress of the start, and the last error."""
+    """The line about a slow start says which step the server has reached, and shows the last error."""
     assert view.waits_for(29, starting, processes, runtime, error) == text
 
 
 def test_a_server_that_gets_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a server listens at no port, and has no process of a model and no runtime, the line says so."""
+    """If a server listens at no port and has neither a runtime nor a process of any model, the line says so."""
     (tmp_path / "cats").mkdir()
     monkeypatch.setattr(view, "POLL_S", 0.01)
     monkeypatch.setattr(view, "QUIET_S", 0.05)

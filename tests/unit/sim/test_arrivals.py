@@ -1,4 +1,4 @@
-"""Traffic has the requested rate, is reproducible, and does not depend on other sources."""
+"""A source of traffic has the requested rate, is reproducible, and does not depend on other sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arrivals(text: str, folder: Path = Path()) -> list[Arrival]:
 
 
 def test_poisson_keeps_rate_and_shares() -> None:
-    """Of about 4000 requests, the number and the models' shares are within four standard deviations."""
+    """The number of requests, about 4000, and each model's share are within four standard deviations of the expected values."""
     sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 3, b: 1}}}")
 
     assert abs(len(sent) - 4000) < 4 * 4000**0.5
@@ -56,9 +56,9 @@ def test_zipf_falls_with_rank() -> None:
 
 
 def test_days_and_nights() -> None:
-    """The mean rate and the ratio of night to day are as given.
+    """The mean rate, and the ratio of the night's rate to the day's, are those of the scenario.
 
-    If the models' days are spread, their peaks are at different times.
+    With `spread`, the models have their peaks at different times.
     """
     text = (
         "duration: 400\narrivals: {{zipf: {{rate: 100, exponent: 0, day_s: 100, night: 0.25, spread: {}}}}}"
@@ -103,7 +103,7 @@ def test_jitter_delays_bursts() -> None:
 
 
 def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """A CSV file as a spreadsheet writes it, with a byte-order mark and blanks, is read."""
+    """A trace may be a CSV file from a spreadsheet, with a byte-order mark and blanks."""
     (tmp_path / "traffic.csv").write_text("\ufefft, model \n0.1, a \n", encoding="utf-8")
     [sent] = arrivals("arrivals: {trace: traffic.csv}", tmp_path)
 
@@ -111,9 +111,9 @@ def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
-    """Times are scaled and requests sorted.
+    """The times of a trace are scaled, and its requests are sorted by time.
 
-    Empty cells have the default, and the path is relative to the scenario's folder.
+    An empty cell means the default. The path of the trace is relative to the scenario's folder.
     """
     (tmp_path / "traffic.csv").write_text(
         "t,model,rows,deadline_s,priority\n0.2,b,,,\n0.1,a,3,0.5,1\n", encoding="utf-8"
@@ -137,7 +137,7 @@ def test_requests_after_the_duration_are_ignored() -> None:
     ["zipf: {rate: 10}", "poisson: [{rate: 50, models: [a]}, {rate: 10}]", "bursts: {every_s: 1, size: 3}"],
 )
 def test_another_source_moves_no_request(more: str) -> None:
-    """Each source has its own stream of random numbers, so another source does not move its requests."""
+    """Each source has its own random numbers, so its requests keep their times when another source is added."""
     alone = "poisson: {rate: 50, models: [a]}"
     both = more if more.startswith("poisson") else f"{alone}, {more}"
 

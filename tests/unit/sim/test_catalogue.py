@@ -23,7 +23,10 @@ def ends(record: Record) -> list[tuple[Outcome | None, float]]:
 
 
 def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
-    """A start takes 3 s for the read and the executable. Then the weights load, and both waiting requests are executed."""
+    """The start of a cold model takes 3 s: 1 s for the read of its weights, and 2 s for its executable.
+
+    Then the weights load. The request that caused the start and a later one both execute.
+    """
     record = run(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}, {t: 20, model: a}]")
 
     (start,) = record.starts
@@ -50,9 +53,9 @@ def test_starts_take_turns_by_the_earliest_deadline() -> None:
 
 
 def test_requests_give_up_while_their_model_starts() -> None:
-    """A request waits until its deadline or the start's timeout.
+    """A request waits for the start of its model until its deadline, or until the start's timeout.
 
-    A start for which no request waits any more does not begin.
+    A model does not start if no request waits for it any more.
     """
     text = LAZY.replace("start_s: 2}}", "start_s: 20}}")
     record = run(
@@ -65,9 +68,9 @@ def test_requests_give_up_while_their_model_starts() -> None:
 
 
 def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
-    """The length of the first start is not known.
+    """The duration of a model's start is known after its first start.
 
-    At the second start, a request whose deadline is too early is refused at once.
+    At its second start, a request whose deadline is earlier than the end of the start is shed at once.
     """
     record = run(
         f"discipline: edf\n{LAZY}"
@@ -78,9 +81,9 @@ def test_edf_refuses_at_once_what_a_known_start_serves_too_late() -> None:
 
 
 def test_an_idle_model_falls_back_step_by_step() -> None:
-    """An idle model loses its weights on the device after 10 s and its host copy after a minute.
+    """The weights of an idle model are evicted from the device after 10 s, and its host copy is dropped after a minute.
 
-    After ten minutes, it is cold.
+    After ten minutes, the model is cold.
     """
     record = run(
         LAZY + "arrivals: [{t: 0, model: a}, {t: 20, model: a}, {t: 120, model: a}, {t: 900, model: a}]"
@@ -156,9 +159,9 @@ def test_shared_tensors_are_read_and_counted_once() -> None:
 
 
 def test_an_eager_model_becomes_cold_and_starts_again() -> None:
-    """A model that starts eagerly becomes cold after its own idle limit, and starts again.
+    """A model that starts eagerly may have its own idle limit. After the limit it is cold, and the next request starts it again.
 
-    A model without this limit stays.
+    A model without the limit never becomes cold.
     """
     record = run(
         """

@@ -48,7 +48,7 @@ def test_decisions_alone_on_stdout(scenario: Path, capsys: pytest.CaptureFixture
 
 
 def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path) -> None:
-    """Files of one scenario are equal byte for byte, pictures included."""
+    """Two runs of the same scenario write equal files, byte for byte. This includes the pictures."""
     for out in ("one", "two"):
         assert main([str(scenario), "--out", str(tmp_path / "deep" / out)]) == 0
 
@@ -119,9 +119,9 @@ def test_metrics_for_programs(scenario: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A sweep has a row and a point of the picture for each idle limit.
+    """A sweep over idle limits gives one row of the table, and one point in the picture, for each limit.
 
-    A shorter limit needs less memory, and its p99 latency is no lower.
+    With a shorter limit, the mean host memory is no larger, and the p99 latency is no lower.
     """
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(
@@ -144,9 +144,9 @@ def test_a_sweep_over_idle_limits(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_cold_starts_with_narrow_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If weights have a half or a quarter of the bytes, a cold start reads and loads less.
+    """`--weights` simulates weights with a half or a quarter of the bytes.
 
-    Its other parts take as long as before.
+    A cold start then reads and loads fewer bytes. The other parts of the start take as long as before.
     """
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(

@@ -23,7 +23,8 @@ from tests.builders import FEW_EXAMPLES
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 
-#: Two busy models begin on one of two devices, and two idle models on the other one. Each device has room for all models.
+#: At the start, two models with many requests are on one device, and two with few requests are on the other device. The
+#: budget of each device is enough for all models.
 CROWDED = """
     discipline: fifo
     duration: 20
@@ -46,9 +47,9 @@ def fleet(text: str, mode: GatewayMode | None = None) -> FleetRecord:
 
 
 def test_a_busy_model_moves_with_its_weights_first() -> None:
-    """Before a busy model moves, its weights load on the new device.
+    """Before a busy model moves to another device, its weights are loaded there.
 
-    Then its requests go there, and the old device evicts the weights.
+    Then its requests are sent to the new device, and the old device evicts the weights.
     """
     record = fleet(CROWDED)
     names = list(record.devices)
@@ -70,7 +71,7 @@ def test_a_busy_model_moves_with_its_weights_first() -> None:
 
 
 def test_packing_balances_devices() -> None:
-    """Packing spreads the work of one device over both."""
+    """At first, one device has almost all requests. The mode `lpt_packing` divides them between both devices."""
     record = fleet(CROWDED)
     late = [request for request in record.requests if request.arrived > 12]
     shares = [sum(request.device == index for request in late) / len(late) for index in range(2)]
@@ -96,7 +97,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
-    """One device behind a gateway decides exactly as it does alone."""
+    """The scheduler of a single device makes the same decisions with and without a gateway."""
     text = (SCENARIOS / "bursts.yaml").read_text(encoding="utf-8")
     alone = simulate(parse_scenario(text))
     behind = simulate_fleet(parse_scenario(text + "gateway: {mode: round_robin}\n"))
@@ -106,7 +107,7 @@ def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
     assert [request.ended for request in behind.requests] == [request.ended for request in alone.requests]
 
 
-#: Two devices of one server. Each has room for both models, and neither can answer all requests in time.
+#: Two devices of one server. Each has memory for both models, but cannot execute all requests alone.
 SERVER = """
     discipline: fifo
     duration: 10
@@ -120,9 +121,9 @@ SERVER = """
 
 
 def test_the_stubs_of_a_server_follow_its_placement_table() -> None:
-    """A model is executed only on the device of the placement table.
+    """A model is executed only on its device in the placement table.
 
-    When it has a replica, requests go to the device that answers first.
+    When the table names a second device, a request is sent to the device that will answer first.
     """
     record = fleet(SERVER)
     assert list(record.devices) == ["server0/0", "server0/1"]
@@ -135,9 +136,9 @@ def test_the_stubs_of_a_server_follow_its_placement_table() -> None:
 
 
 def test_without_a_table_stubs_choose_among_all_devices_of_their_server() -> None:
-    """Without a table, requests that would be answered late on the home go to the other device.
+    """Without a placement table, a request is sent to the other device if the model's home would answer much later.
 
-    Few of them wait for weights.
+    At most two loads are needed for this.
     """
     record = fleet(SERVER, "least_outstanding")
     hot = [request.device for request in record.requests if request.request.model == "m-0"]
@@ -165,7 +166,10 @@ def test_devices_that_cannot_be_divided_are_refused() -> None:
 def test_every_request_ends_once_and_runs_agree(
     mode: GatewayMode, devices: tuple[int, int], models: int, room: int, discipline: str
 ) -> None:
-    """For any fleet, each request ends once, on its device, and the devices' figures add up."""
+    """For any fleet, each request ends once, and executes on the device to which it was sent.
+
+    The outcomes add up to the number of requests, and a second run makes the same decisions.
+    """
     text = f"""
         discipline: {discipline}
         duration: 3
@@ -196,7 +200,7 @@ def test_every_request_ends_once_and_runs_agree(
 
 
 def test_settings_of_single_models_may_name_a_group() -> None:
-    """Settings of single models may name a group, as arrivals may."""
+    """In the gateway's settings of single models, the name of a group stands for all its models, as in `arrivals`."""
     scenario = parse_scenario(
         "devices: 2\ngateway: {models: {m: {replicas: all}}}\n"
         "models: {m: {count: 2, cost: {1: 0.1}}}\narrivals: []"
@@ -265,7 +269,7 @@ def test_modes_need_several_devices(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.long
 def test_a_thousand_devices() -> None:
-    """A thousand devices with ten thousand models need no more events and loads than documented."""
+    """The simulation of a thousand devices with ten thousand models needs no more events and loads than the page says."""
     record = simulate_fleet(load_scenario(SCENARIOS / "thousand.yaml"))
     total = summarize_fleet(record)["total"]
 

@@ -1,4 +1,4 @@
-"""Requests of many lengths, and the gain in the simulator if lengths share executions."""
+"""Requests of many lengths in the simulator, and how much is gained if requests of different lengths share executions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def total(text: str) -> dict[str, Any]:
 
 
 def test_a_length_takes_the_shortest_variant_and_shares_executions() -> None:
-    """Requests of the lengths 3 and 9 share an execution of the variant for 16.
+    """Requests of the lengths 3 and 9 share an execution of the variant for length 16.
 
-    It has 4 rows of 16 elements, of which 12 are useful.
+    This execution has 4 rows of 16 elements. Of these 64 elements, 12 are useful.
     """
     text = """
         discipline: fifo
@@ -46,7 +46,7 @@ def test_a_length_takes_the_shortest_variant_and_shares_executions() -> None:
 
 
 def test_sharing_halves_latencies_where_a_long_row_costs_as_much_as_a_short_one() -> None:
-    """If a long row costs as much as a short one, latencies of the recorded requests are much shorter when lengths share executions."""
+    """If a long row costs as much as a short one, sharing executions makes the latencies of recorded requests much shorter."""
     shared = total(RECORDED)
     apart = total(RECORDED.replace("share_lengths: true", "share_lengths: false"))
 
@@ -56,9 +56,9 @@ def test_sharing_halves_latencies_where_a_long_row_costs_as_much_as_a_short_one(
 
 
 def test_sharing_costs_nothing_where_a_row_costs_its_length() -> None:
-    """If the cost of a row grows with its length, as on a CPU, sharing makes the latencies at nine tenths of the load no longer.
+    """The cost of a row grows with its length, as on a CPU, and the load is nine tenths of what the device can execute.
 
-    There are no more executions.
+    If lengths share executions, latencies are no longer than without sharing, and there are no more executions.
     """
     first = RECORDED[: RECORDED.index("    variants:")]
     costs = [{size: round(5e-4 + 2e-5 * size * length, 7) for size in (1, 4, 16, 64)} for length in LENGTHS]

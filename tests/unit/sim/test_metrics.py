@@ -39,9 +39,9 @@ def test_another_seed_gives_other_traffic() -> None:
 
 
 def test_every_request_that_arrived_is_in_one_place() -> None:
-    """The outcomes of requests add up to the arrived requests, for each model and in total.
+    """The numbers of requests by outcome add up to the number that arrived, for each model and in total.
 
-    Figures of the models add up to the totals.
+    The models' numbers add up to the totals.
     """
     result = metrics(MIXED.format(seed=7))
 
@@ -68,7 +68,7 @@ def test_nothing_arrived() -> None:
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    """Percentiles are of the nearest rank, so they are values that occurred."""
+    """A percentile is the value at the nearest rank, so it is always one of the given values."""
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
     assert percentile([1.0], 0.5) == 1.0
@@ -85,7 +85,7 @@ def test_jains_index() -> None:
 def test_fairness_is_judged_while_all_want_the_device() -> None:
     """Fairness is measured only while all models have requests.
 
-    Here, model b still has requests when model a has none left.
+    Here, model a has no more requests at 28 ms, and model b still has some.
     """
     turns = "{t: 0, model: a}, {t: 0, model: b}, " * 10 + "{t: 0, model: b}, " * 20
 
@@ -104,7 +104,10 @@ def test_fairness_is_judged_while_all_want_the_device() -> None:
 
 
 def test_without_contention_fairness_is_that_of_the_traffic() -> None:
-    """If the models never have requests at the same time, fairness is measured over all models with requests."""
+    """If models never have requests at the same time, fairness is measured over the whole simulation.
+
+    Only models with requests count.
+    """
     total = metrics(
         """
         models: {a: {cost: {1: 0.001}}, b: {cost: {1: 0.001}}, c: {cost: {1: 0.001}}}

@@ -14,7 +14,7 @@ from rsrv.sim.scenario import Scenario, parse_scenario
 
 
 def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", names: str = "ab") -> Scenario:
-    """Return a scenario of four seconds, in which requests of one row go to the models in turn."""
+    """Return a scenario of four seconds. Requests of one row are sent to the models in turn, `every_s` seconds apart."""
     requests = ", ".join(
         f"{{t: {number * every_s:.3f}, model: {names[number % len(names)]}}}"
         for number in range(round(4 / every_s))
@@ -23,7 +23,7 @@ def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", name
 
 
 def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
-    """Return the answers of a plan by question. If a question has several answers, keep the first."""
+    """Return the plan's answer to each question, or the first one if a question has several answers."""
     by_question: dict[str, Answer] = {}
     for answer in plan(busiest(scenario), p99_s, lambda what: None):
         by_question.setdefault(answer.question, answer)
@@ -31,7 +31,10 @@ def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
 
 
 def test_room_for_more_models() -> None:
-    """A device that is busy for a fifth of the time has room for more models of equal traffic, until their requests wait too long."""
+    """A device that is busy for a fifth of the time can have more models with equal traffic.
+
+    The plan's answer is the largest number of models for which the p99 latency is within the goal.
+    """
     by_question = answers(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"), 0.1)
 
     assert by_question["as it is"].answer == "2 models on 1 card, no budget"
@@ -46,7 +49,7 @@ def test_room_for_more_models() -> None:
 
 
 def test_too_little_of_everything() -> None:
-    """An overloaded device has no room for more models. The plan tries placements to find how many cards the models need."""
+    """An overloaded device can have no further models. The plan answers how many cards the models need."""
     by_question = answers(recorded("{a: {cost: {1: 0.15}}, b: {cost: {1: 0.15}}}"), 0.4)
 
     assert by_question["more models"].answer == "none"
@@ -54,9 +57,9 @@ def test_too_little_of_everything() -> None:
 
 
 def test_the_smallest_budget() -> None:
-    """Models that share most of their weights need a budget for one copy of the shared weights and for their own.
+    """The smallest budget is enough for the own weights of all used models, and for one copy of their shared weights.
 
-    An unused model needs none.
+    A model without requests needs no bytes.
     """
     model = "{cost: {1: 0.001}, weight_bytes: 1000, shares: {base: 800}}"
     device = "warm: true, h2d_bytes_per_s: 1000"
@@ -69,7 +72,7 @@ def test_the_smallest_budget() -> None:
 
 
 def test_narrow_weights() -> None:
-    """With a half or a quarter of the bytes, the models fit into the budget, and only the first requests wait for a load."""
+    """If weights have a half or a quarter of the bytes, all models fit into the budget. Only first requests wait for a load."""
     model = "{cost: {1: 0.001}, weight_bytes: 1000}"
     device = "h2d_bytes_per_s: 100000, weight_budget_bytes: 1500"
     scenario = busiest(recorded(f"{{a: {model}, b: {model}}}", device=device))
@@ -84,13 +87,16 @@ def test_narrow_weights() -> None:
         "i8, 500 B if all are f32 now",
     ]
     p99_s = [answer.trial.p99_s for answer in narrow if answer.trial is not None]
-    # The longest waits are those of the first requests, for a half and a quarter of the bytes.
+    # With a half and a quarter of the bytes, only the first requests wait for a load, so they have the longest latencies.
     assert p99_s[0] == pytest.approx(0.011)
     assert p99_s[1:] == [pytest.approx(0.006), pytest.approx(0.0035)]
 
 
 def test_batch_sizes() -> None:
-    """If single rows are padded to 8, the plan proposes a smaller size with its estimated gain, and names sizes that are hardly used."""
+    """If requests of one row are padded to 8 rows, the plan proposes a smaller size, and names sizes that are hardly used.
+
+    It estimates how much device time this saves.
+    """
     by_question = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
 
     assert by_question["batch sizes"].answer == (
@@ -99,14 +105,14 @@ def test_batch_sizes() -> None:
 
 
 def test_sizes_that_stay() -> None:
-    """With one size, the costs of other sizes cannot be estimated. The plan then proposes no change."""
+    """If a model has only one size, the costs of other sizes cannot be estimated, so the plan proposes no change."""
     assert answers(recorded("{a: {cost: {8: 0.016}}}", names="a"), 1.0)["batch sizes"].answer == "as they are"
 
 
 def test_an_estimate_between_and_below_what_was_measured() -> None:
-    """The cost of a size lies on the line through two measured sizes.
+    """The cost of a size without a measurement is estimated by a line through the costs of two measured sizes.
 
-    Below the smallest size, a row costs at least as much as at that size.
+    Below the smallest measured size, the estimated cost per row is at least the cost per row of that size.
     """
     costs = {(0, 4): 0.004, (0, 8): 0.006, (1, 1): 9.0, (0, 16): 0.04}
     assert estimate(costs, (0, 8)) == 0.006
@@ -117,9 +123,9 @@ def test_an_estimate_between_and_below_what_was_measured() -> None:
 
 @given(limit=st.integers(0, 300), most=st.integers(1, 300))
 def test_a_search(limit: int, most: int) -> None:
-    """The search finds the largest good number with an error of at most a 32nd.
+    """The search returns the largest good number, or a number that is at most a 32nd smaller.
 
-    It tries no number above the maximum, and none twice.
+    It tries no number above the maximum, and no number twice.
     """
     tried: list[int] = []
 
@@ -134,7 +140,10 @@ def test_a_search(limit: int, most: int) -> None:
 
 
 def test_the_busiest_part_of_a_long_record() -> None:
-    """Only the part of a record with the densest requests is kept, with times from 0."""
+    """`busiest` keeps only part of a long record: the given number of requests that arrive in the shortest time.
+
+    The times of the kept requests begin at 0.
+    """
     times = [0.0, 1.0, 2.0, 2.1, 2.2, 9.0]
     requests = ", ".join(f"{{t: {t}, model: a}}" for t in times)
     scenario = parse_scenario(f"models: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: [{requests}]")

@@ -19,7 +19,7 @@ from tests.unit.sim.helpers import run
     ],
 )
 def test_pictures_show_something(models: int, sources: str, smallest: int, tmp_path: Path) -> None:
-    """Pictures of any number of models, and without events, are not empty."""
+    """Pictures are not empty, whatever the number of models is, and even if nothing happens."""
     record = run(
         f"""
         discipline: fifo

@@ -1,4 +1,4 @@
-"""The command `rsrv replay`: it sends requests at the times of a trace, and reports them beside the simulator's figures."""
+"""The command `rsrv replay` sends the requests of a trace to a server, and compares the latencies with the simulator's."""
 
 import json
 import os
@@ -42,9 +42,9 @@ def described(*dims: int, kind: int = FP32, rows: int = 8) -> Any:
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """A server for the replay.
+    """A server for the replay. The name of a model decides how it responds.
 
-    A model's name says what it does: `fast` answers, `late` misses its deadlines, and `broken` fails.
+    For example, `fast` answers, `late` misses its deadlines, and `broken` fails.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
             end = Event()
             context.add_callback(end.set)
             self.may_stop.wait(PATIENCE_S)
-            # SIGINT for the process, whose main thread waits for answers.
+            # The main thread of this process, which runs the command, waits for answers and gets the signal.
             os.kill(os.getpid(), signal.SIGINT)
             end.wait(PATIENCE_S)
         if request.model_name == "late":
@@ -92,9 +92,9 @@ def serving(triton: Triton) -> Iterator[str]:
 
 
 def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests are sent with their rows, deadlines and priorities.
+    """Requests of the trace are sent with their rows, deadlines and priorities.
 
-    The report has their outcomes and the simulator's figures.
+    The report has the outcomes of the requests, and what the simulator computes for the same trace.
     """
     trace = tmp_path / "trace.csv"
     trace.write_text(
@@ -138,9 +138,9 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_answers_take_beside_the_runtime_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--fit` writes to the scenario how much longer than simulated the median answer takes.
+    """`--fit` corrects `front_s` in the scenario by the difference between the server's median latency and the simulated one.
 
-    The next simulation includes this time.
+    The next simulation uses the corrected time.
     """
     trace, beside = tmp_path / "trace.csv", tmp_path / "trace.yaml"
     trace.write_text("t,model\n0,fast\n0.1,fast\n0.2,fast\n")
@@ -168,7 +168,10 @@ def test_what_answers_take_beside_the_runtime_is_noted(
 def test_latencies_are_drawn_beside_the_simulated_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The picture has two lines for each model with answers and for all models together: one of the server and one of the simulator."""
+    """The picture compares latencies of the server with simulated ones, for each model and for all models together.
+
+    A model that the server did not answer has only the simulator's line.
+    """
     trace, out = tmp_path / "trace.csv", tmp_path / "new" / "plots"
     trace.write_text("t,model,rows,deadline_s\n0,fast,1,\n0.1,fast,3,\n0.2,late,1,0.001\n")
     (tmp_path / "trace.yaml").write_text(SCENARIO)
@@ -193,10 +196,7 @@ def test_latencies_are_drawn_beside_the_simulated_ones(
 def test_pictures_that_cannot_be_made_send_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If matplotlib is missing, or a file has the folder's name, no pictures can be made.
-
-    The command then fails before the first request.
-    """
+    """The command fails before the first request if matplotlib is missing, or if the folder for the pictures is a file."""
     trace, triton = tmp_path / "trace.csv", Triton()
     trace.write_text("t,model\n0,fast\n")
     with serving(triton) as url:
@@ -214,7 +214,7 @@ def test_pictures_that_cannot_be_made_send_nothing(
 def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A request that the server refuses is reported as refused.
 
-    If the connection breaks, it is reported as failed, although the gRPC code is the same.
+    A request whose connection breaks is reported as failed, although both have the same gRPC code.
     """
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model\n0,full\n0,closed\n")
@@ -248,9 +248,9 @@ def test_ctrl_c_reports_the_requests_so_far(
 def test_requests_that_no_server_takes_cost_only_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requests with no rows or too many rows are not sent, and the others are.
+    """Requests with no rows or too many rows are not sent. All other requests are sent.
 
-    Names are printed without control characters.
+    Control characters in a model's name are replaced before the name is printed.
     """
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model,rows\n0,fast,1000000000000\n0,fast,1\n0,fast,0\n")
@@ -309,7 +309,10 @@ def test_errors_are_shown_and_a_missing_server_is_named(
 
 
 def test_inputs_that_cannot_be_guessed() -> None:
-    """For texts and variable shapes, requests repeat a given row. Inputs that do not fit are refused with the reason."""
+    """Inputs with texts or with variable shapes cannot be made up, so requests repeat a row from the user's file.
+
+    A row that does not fit the model is refused with the reason.
+    """
     row = np.array([["a", "bc"]], object)
     message = infer_request(described(2, kind=STRING), 2, {"x": row})
     assert (message.inputs[0].datatype, message.inputs[0].shape) == ("BYTES", [2, 2])

@@ -95,7 +95,7 @@ def problem(text: str, folder: Path = Path()) -> str:
     ],
 )
 def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
-    """A wrong value is refused by its key in the file."""
+    """The error about a wrong value names the key of the value in the file."""
     assert message in problem(text)
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
     ],
 )
 def test_a_wrong_trace_is_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
-    """A wrong trace is refused by file and line, with the known values."""
+    """The error about a wrong trace names the file, the line and the known values."""
     (tmp_path / "traffic.csv").write_text(text, encoding="utf-8")
 
     assert message in problem(GOOD + "arrivals: {trace: traffic.csv}", tmp_path)
@@ -128,7 +128,7 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_a_scenario_written_as_json() -> None:
-    """In JSON, keys are texts, so compiled sizes may be texts of digits. Other texts are refused."""
+    """Keys of JSON are always texts, so compiled sizes may be texts of digits. Other texts are refused."""
     models = {"a": {"cost": {1: 0.001, 16: 0.002}}}
     scenario = parse_scenario(json.dumps({"models": models, "arrivals": []}))
 
@@ -140,7 +140,7 @@ def test_a_scenario_written_as_json() -> None:
 
 
 def test_equal_models_are_numbered() -> None:
-    """One entry with a count makes numbered models."""
+    """An entry with a `count` stands for this number of equal models, whose names are numbered."""
     scenario = parse_scenario("models: {m: {cost: {1: 1}, count: 3, weight_bytes: 7}}\narrivals: []")
 
     assert list(scenario.programs) == ["m-0", "m-1", "m-2"]
@@ -160,7 +160,10 @@ def test_settings_are_those_of_the_runtime() -> None:
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Path:
-    """Return a folder with l4.executables, where one module of `dogs` has no estimate, and new.executables without any estimate."""
+    """Return a folder with two files of executables.
+
+    In l4.executables, one module of `dogs` has no estimate. In new.executables, no module has an estimate.
+    """
     target = CompileTarget(card="NVIDIA L4", capability="8.9", versions="", flags="")
     write_executables(
         tmp_path / "l4.executables",
@@ -175,9 +178,9 @@ def compiled(tmp_path: Path) -> Path:
 
 
 def test_costs_come_from_the_executables_of_a_card_as_estimates(compiled: Path) -> None:
-    """Costs are the estimates of the compiled executables.
+    """With `compiled`, the costs of a model are the estimates in a file of executables.
 
-    All models of a group have the same costs, and the scenario notes the card.
+    All models of a group have the same costs. The scenario remembers the card for which they are estimated.
     """
     scenario = parse_scenario(
         "models: {cats: {compiled: l4.executables, count: 2}}\narrivals: []", folder=compiled

@@ -30,7 +30,7 @@ def test_31_singles_at_once_share_the_large_size() -> None:
 
 
 def test_two_models_take_turns_by_arrival() -> None:
-    """Under fifo, the model with the oldest request is next. The waits follow from the costs."""
+    """Under `fifo`, the model with the oldest request executes next. The times of all executions follow from the costs."""
     record = run(
         """
         discipline: fifo
@@ -69,7 +69,7 @@ def test_a_late_answer_is_served_but_not_good() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    """While one executes and two wait, the fourth request is refused."""
+    """If one request executes and as many requests as allowed wait, the next request is refused."""
     text = """
         discipline: fifo
         device: {warm: true}
@@ -82,7 +82,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_the_sections_queue_depth_is_the_models_default() -> None:
-    """The queue depth of the section is the default of the models, as in rsrv.yaml."""
+    """`max_queue_depth` in the section `settings` is the default for all models, as in rsrv.yaml."""
     text = ONE + "settings: {max_queue_depth: 1}\narrivals: [{t: 0, model: a}, {t: 0, model: a}]"
 
     assert metrics(text)["total"]["refused"] == 1
@@ -93,14 +93,14 @@ def test_closed_loop_clients_keep_the_device_busy() -> None:
     total = metrics(ONE + "duration: 1\narrivals: {closed: {clients: 64}}")["total"]
 
     assert (total["utilisation"], total["padding_ratio"]) == (1.0, 0.0)
-    # Two batches are in the system: one executes, and the other one waits for the same time.
+    # One batch executes for 4 ms, while the other clients' batch waits for 4 ms.
     assert (total["wait_p50_s"], total["latency_p50_s"], total["goodput"]) == (0.004, 0.008, 8000.0)
 
 
 def test_a_closed_loop_client_thinks() -> None:
-    """A client needs 1 ms of the device and then pauses for 9 ms.
+    """A client's request takes 1 ms, and then the client pauses for 9 ms, so it sends a request every 10 ms.
 
-    It sends a request every 10 ms, and the last one at the duration itself.
+    It sends the last request exactly at the scenario's duration.
     """
     record = run(ONE + "duration: 0.1\narrivals: {closed: {models: [a], clients: 1, think_s: 0.009}}")
 
@@ -126,9 +126,9 @@ def test_a_closed_loop_client_that_is_refused_comes_back() -> None:
 
 
 def test_a_closed_loop_client_whose_deadline_passes_sends_again() -> None:
-    """While the device executes another request for 10 ms, a client's requests expire after 3 ms each.
+    """While the device executes another request, each request of a client expires after 3 ms.
 
-    The client sends the next one at once.
+    After each of them, the client sends the next request at once.
     """
     text = """
         discipline: fifo
@@ -276,9 +276,9 @@ def test_committed_requests_go_first(committed: bool) -> None:
 
 
 def test_a_budget_evicts_the_least_recently_used() -> None:
-    """If two of three models fit, the model that was used longest ago is evicted.
+    """If the budget is enough for two of three models, the least recently used model is evicted.
 
-    A model that is larger than the budget is loaded alone.
+    For a model that is larger than the budget, all other models are evicted.
     """
     text = """
         discipline: fifo
@@ -332,7 +332,10 @@ def test_a_family_shares_its_backbone() -> None:
 
 
 def test_relatives_in_a_swap_move_only_what_differs() -> None:
-    """If one of two relatives fits, a swap loads only the bytes that differ. The shared bytes stay on the device."""
+    """If two models of a family do not fit together, they are loaded in turn. The shared bytes stay on the device.
+
+    Each load moves only the model's own bytes.
+    """
     text = """
         device: {weight_budget_bytes: 100, h2d_bytes_per_s: 100}
         models: {tune: {cost: {1: 0.01}, weight_bytes: 100, shared_bytes: 90, count: 2}}
@@ -345,7 +348,7 @@ def test_relatives_in_a_swap_move_only_what_differs() -> None:
 
 
 def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
-    """A pinned model loads without a request and stays; models that do not fit beside it take turns."""
+    """A pinned model is loaded without a request and is never evicted. The other models evict each other."""
     text = """
         device: {weight_budget_bytes: 200, h2d_bytes_per_s: 100}
         models:
@@ -361,13 +364,13 @@ def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
 
 
 def test_more_shared_bytes_than_bytes_are_refused() -> None:
-    """More shared bytes than bytes are refused by key."""
+    """A model with more shared bytes than weight bytes is refused. The error names the keys."""
     with pytest.raises(ScenarioError, match="shared_bytes and shares: 2 is more than weight_bytes"):
         run("models: {a: {cost: {1: 1}, weight_bytes: 1, shared_bytes: 2}}\narrivals: []")
 
 
 def test_requests_that_never_end_are_the_simulators_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler that forgets a request, or lets time stand still, is reported as a bug."""
+    """If the scheduler never ends a request, or always asks for a wake-up at the same time, the simulator reports a bug."""
     monkeypatch.setattr(Scheduler, "handle", lambda self, event, now: [])
     with pytest.raises(SimulationError, match="1 requests never end"):
         run(ONE + "arrivals: [{t: 0, model: a}]")

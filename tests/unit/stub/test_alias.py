@@ -31,7 +31,7 @@ def request(sticky: object = None) -> FakeRequest:
 
 
 class Target:
-    """A target that answers with its name, in place or later."""
+    """A target that answers with its name, either as the result of execute() or later by a sender."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ def loaded(name: str, weights: Mapping[str, float | str], targets: Mapping[str, 
 
 
 def test_requests_are_split_by_weight() -> None:
-    """Of 10,000 requests, the share of each target is within four standard deviations of its weight."""
+    """Each target's share of 10,000 requests is within four standard deviations of its weight. A weight of 0 gets none."""
     split = Split("fraud", {"v7": 95, "v8": 5, "idle": 0}, random.Random(1).random)
 
     counts = Counter(split.choose(request()) for _ in range(10_000))
@@ -73,7 +73,10 @@ def test_requests_are_split_by_weight() -> None:
 
 
 def test_requests_of_one_value_stick_to_a_target() -> None:
-    """A sticky value decides the target by its hash, which is the same in every process. The values are split by weight."""
+    """Requests with the same sticky value go to the same target in every process, because the value's hash decides.
+
+    The values are divided among the targets by weight.
+    """
     split, other = (Split("fraud", {"v7": 80, "v8": 20}) for _ in range(2))
 
     chosen = [split.choose(request(f"user {number}")) for number in range(2000)]
@@ -83,9 +86,9 @@ def test_requests_of_one_value_stick_to_a_target() -> None:
 
 
 def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
-    """If a weight grows, requests with sticky values move to its target, and none of its requests leave.
+    """If the weight of a target grows, requests with some sticky values move to it. All its earlier values stay.
 
-    Another alias splits the same values differently.
+    Another alias divides the same values differently.
     """
     values = [request(number) for number in range(1000)]
 
@@ -98,7 +101,10 @@ def test_a_target_that_gets_more_takes_none_of_its_own_requests_away() -> None:
 
 @pytest.mark.parametrize("weight", [10, 90])
 def test_a_changed_weight_moves_no_sticky_requests_between_other_targets(weight: int) -> None:
-    """If one of three weights changes, requests with sticky values move only to its target or away from it, and no more than needed."""
+    """If one of three weights changes, sticky requests move only to its target, or only away from it.
+
+    No more of them move than the new weights require.
+    """
     values = [request(number) for number in range(2000)]
     before = Split("fraud", {"v7": 50, "v8": 30, "v9": 20})
     after = Split("fraud", {"v7": 50, "v8": 30, "v9": weight})
@@ -131,7 +137,7 @@ def test_a_batch_whose_targets_answer_in_place_is_answered_in_place() -> None:
 
 
 def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> None:
-    """If one target answers later, all requests of the batch are answered by their senders, each with its target's answer and once."""
+    """If one target answers later, execute() returns None, and each request of the batch gets one answer by its sender."""
     targets = {name: Target(name) for name in ("v7", "v8")}
     targets["v8"].later = True
     fraud = loaded("fraud", {"v7": 1, "v8": 1}, targets)
@@ -155,9 +161,9 @@ def test_an_alias_that_ends_closes_all_targets() -> None:
 
 
 def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
-    """While a target does not load, the others share its requests by their weights and keep their own, also with sticky values.
+    """While a target has not loaded, the other targets get its requests, divided by their weights. They keep their own requests.
 
-    Any error is a failed load.
+    This also holds for sticky values. Any error of a load, even SystemExit, is reported as a failed load.
     """
     weights = {"v7": 60, "v8": 20, "v9": 20}
     targets = {name: Target(name) for name in weights}
@@ -188,7 +194,7 @@ def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
 
 
 def test_a_target_that_loads_after_the_end_is_closed() -> None:
-    """If a target loads after its alias has ended, it is closed."""
+    """If a target is loaded after its alias was closed, the target is closed at once."""
     late: Any = Target("v8")
     alias = Alias(Split("fraud", {"v8": 1}), lambda name: (late, None), RESPONSES)
 
@@ -219,7 +225,7 @@ def test_errors_name_the_alias_and_the_target() -> None:
 def test_each_attempt_to_load_a_target_waits_for_the_same_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An import of model.py that hangs cannot be ended. So each attempt to load its target waits for the same import."""
+    """A hanging import of model.py cannot be stopped, so further attempts to load the target wait for this import."""
     imports: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def serve(setup: Setup, process: object, pb_utils: object, hooks: object) -> Target:

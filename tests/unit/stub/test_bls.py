@@ -25,7 +25,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 Arrays = dict[str, Array]
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
-#: Seconds for events that should happen at once.
+#: Time limit in seconds for events that should happen at once.
 SOON = PATIENCE_S
 
 
@@ -68,7 +68,7 @@ class FakeCall:
 
 
 class PickyTensor(FakeTensor):
-    """A tensor that refuses numpy's texts, as Triton's."""
+    """A tensor that refuses numpy's type for texts, as tensors of Triton do."""
 
     def __init__(self, name: str, array: Array) -> None:
         if array.dtype.kind == "U":
@@ -82,7 +82,7 @@ class FakeBls(FakePbUtils):
 
     def __init__(self) -> None:
         self.models: dict[str, Callable[[FakeCall], Arrays | str]] = {}
-        #: The code of every error up to release 25.03.
+        #: The code of errors. Up to release 25.03, every error has this one.
         self.code = FakeError.INTERNAL
 
     def InferenceRequest(self, **arguments: Any) -> FakeCall:
@@ -93,7 +93,7 @@ class FakeBls(FakePbUtils):
 
 
 class Held:
-    """A model that answers when the test allows it, and counts the calls under way."""
+    """A model that answers when the test allows it, and counts the calls in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ def held(triton: FakeBls) -> Iterator[Held]:
 
 @pytest.fixture
 def make(triton: FakeBls) -> Iterator[Callable[..., Bls]]:
-    """Return a function that makes objects under test. They are closed at the end."""
+    """Return a function that makes a `Bls`. Each one is closed after the test."""
     made = []
 
     def make_bls(concurrency: int = 2, timeout: float = SOON) -> Bls:
@@ -168,7 +168,7 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeBls, make: Cal
 
 
 def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """A call has the run's token as a text, the remaining time, the names of outputs and the memory for the answer."""
+    """A call passes the run's token as a text, the remaining time, the requested outputs, and the memory type of the answer."""
     seen: list[dict[str, Any]] = []
 
     def note(call: FakeCall) -> Arrays:
@@ -189,7 +189,7 @@ def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -
 
 
 def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callable[..., Bls]) -> None:
-    """If a run goes by stage, the span of a call has the device that executes the call. This may not be the run's device."""
+    """If a run goes by stage, each call may execute on another device than the run. The call's span names this device."""
     triton.models["note"] = lambda call: {"y": X}
     wires = tuple(WireTensor(name, "f32", (-1, 3)) for name in "xy")
     interface = Interface((Variant(Block(()), Block(()), (1,)),), exact=False)
@@ -227,7 +227,7 @@ def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls
 def test_a_call_that_raises_tells_the_log_why(
     triton: FakeBls, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reason of a call that raises is logged, and not sent to the client."""
+    """If a call raises an error, the reason is logged. It is not sent to the client."""
 
     def broken(call: FakeCall) -> Arrays:
         raise RuntimeError("of no concern to clients")
@@ -244,7 +244,7 @@ def test_a_call_that_raises_tells_the_log_why(
 
 
 def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[..., Bls]) -> None:
-    """Three of eight calls are under way at a time, and all eight are answered."""
+    """With a concurrency of three, never more than three of eight calls are in progress. All eight are answered."""
     bls = make(concurrency=3)
     calls = [bls.start("held", {"x": X + number}) for number in range(8)]
     for _ in range(3):
@@ -275,7 +275,7 @@ def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable
 
 
 def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[..., Bls]) -> None:
-    """A pool of one thread is refused, because any call would block it."""
+    """A pool with a single thread is refused, because a model that waits for its call would block the pool."""
     with pytest.raises(ValueError, match="thread-pool-size=2"):
         make(concurrency=limit(1))
 
@@ -283,9 +283,9 @@ def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[...
 def test_few_threads_for_calls_are_a_warning(
     make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the pool has fewer threads than a stub may have calls, a warning names the number and the remedy.
+    """If the pool has fewer threads than a stub may have calls in progress, a warning names the number and the remedy.
 
-    This is so for a bundle added later.
+    This happens if the first bundle with such calls is added while the server runs.
     """
     make(concurrency=limit(2))
     assert "calls through Triton run 1 at a time" in caplog.text
@@ -328,7 +328,10 @@ def test_a_call_without_a_deadline_ends_all_the_same(held: Held, make: Callable[
 
 
 def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
-    """A call that waits for its turn ends at its deadline and is never made. The other calls are made and answered."""
+    """A call that waits because too many calls are in progress ends at its deadline, and is never made.
+
+    The other calls are made and answered.
+    """
     bls = make(concurrency=1)
     first = bls.start("held", {"x": X})
     assert held.entered.acquire(timeout=SOON)
@@ -347,9 +350,9 @@ def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., 
 def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
     held: Held, make: Callable[..., Bls]
 ) -> None:
-    """If no call is answered, further calls fail at once, and the message names the models that hang.
+    """If all allowed calls have passed the general limit without an answer, further calls fail at once.
 
-    After an answer, calls are made again.
+    The error names the called models. When a call is answered, further calls are made again.
     """
     bls = make(concurrency=2, timeout=0.02)
     for _ in range(2):
@@ -368,7 +371,7 @@ def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
 
 
 def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..., Bls]) -> None:
-    """A call that ended at its own deadline does not prove that the model hangs. The next call waits for its turn."""
+    """A call that ended at its own deadline does not prove that the model hangs, so the next call waits and does not fail."""
     bls = make(concurrency=1)
     # A call whose thread starts after the deadline is not made.
     while not held.entered.acquire(blocking=False):
@@ -383,7 +386,7 @@ def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..
 
 
 def test_closing_ends_all_calls_and_waits_for_none(held: Held, make: Callable[..., Bls]) -> None:
-    """When the object is closed, calls under way, waiting calls and later calls fail. It may be closed twice."""
+    """When a `Bls` is closed, calls in progress and waiting calls fail at once, and so do later calls. It may be closed twice."""
     bls = make(concurrency=1)
     calls = [bls.start("held", {"x": X}) for _ in range(2)]
     assert held.entered.acquire(timeout=SOON)
@@ -454,7 +457,7 @@ _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
     ],
 )
 def test_triton_messages_become_statuses(message: str, status: Status, text: str) -> None:
-    """Triton's messages, which have no code, become statuses and texts without the names and lines of files."""
+    """A message of Triton without a code becomes a status and a text. File names and line numbers are removed from the text."""
     call_failure = failure_of("m", message)
 
     assert (call_failure.status, call_failure.text) == (status, text)
@@ -468,7 +471,7 @@ def test_triton_messages_become_statuses(message: str, status: Status, text: str
         (FakeError.CANCELLED, "cancelled", Status.CANCELLED),
         (FakeError.UNAVAILABLE, "a cache is down", Status.RUNTIME_DOWN),
         (FakeError.INTERNAL, "a bug", Status.INTERNAL),
-        # A message of Triton or a tag of rsrv is more exact than the code.
+        # If the message is a known one of Triton, or has a tag of rsrv, it decides the status, and not the code.
         (FakeError.UNAVAILABLE, f"{_PREFIX}Request for unknown model: 'm' is not found", Status.NOT_FOUND),
         (FakeError.UNAVAILABLE, tag_failure(Status.QUEUE_FULL, "later"), Status.QUEUE_FULL),
         (FakeError.UNAVAILABLE, f"{_PREFIX}the server is stopping", Status.RUNTIME_DOWN),
@@ -502,8 +505,8 @@ def test_an_error_keeps_its_code_from_release_25_04_on(
     ],
 )
 def test_the_size_of_the_pool_is_read_from_the_command_line(arguments: list[str], size: int) -> None:
-    """The pool's size is read from both forms of the option, even if they are abbreviated.
+    """The size of the pool is read from `--backend-config` in any spelling, even an abbreviated one.
 
-    The last option of the Python backend is used.
+    If several options set the size for the Python backend, the last one is used.
     """
     assert pool_size(["tritonserver", *arguments]) == size

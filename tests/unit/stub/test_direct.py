@@ -33,7 +33,7 @@ def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(
 ) -> None:
     """The stub refuses a tensor that has the right number of bytes but another type or shape.
 
-    The runtime would close the connection.
+    If the stub sent it, the runtime would close the connection.
     """
     assert made.shape(rows) == ROWS.shape(2)
 
@@ -46,7 +46,7 @@ def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(
 
 
 def test_a_tensor_without_rows_fits_any_number_of_rows() -> None:
-    """A tensor without a batch axis fits any number of rows, because it does not depend on the rows of the call that made it."""
+    """A tensor without a batch axis may be an input of calls with any number of rows, because its shape is always the same."""
     table = Tensor("table", "f32", (4, 4), None)
     buffer: Any = None
 

@@ -1,4 +1,4 @@
-"""Capsules that are made and read by hand agree with numpy's own capsules."""
+"""DLPack capsules that rsrv makes and reads itself agree with numpy's own capsules."""
 
 import sys
 from typing import Any
@@ -30,7 +30,7 @@ class Holder:
 
 @pytest.mark.parametrize("token", DTYPES)
 def test_numpy_understands_our_capsules(token: str) -> None:
-    """numpy reads our capsules of each dtype with values and shape."""
+    """For each dtype, numpy reads the right values and the right shape from rsrv's capsule."""
     array: np.typing.NDArray[Any] = (np.arange(24).reshape(2, 3, 4) % 7).astype(DTYPES[token])
 
     back = np.from_dlpack(Holder(make_capsule(array.ctypes.data, token, array.shape)))
@@ -63,7 +63,7 @@ def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:
-    """A tensor with gaps is refused, because its bytes do not follow its shape."""
+    """A tensor with gaps between its elements is refused, because its elements are not one row-major block of bytes."""
     with pytest.raises(ValueError, match="row-major"):
         read_capsule(np.ones((4, 6), np.float32)[:, ::2].__dlpack__())
 
@@ -100,9 +100,9 @@ def pb_utils(tensor: type) -> Any:
 
 
 def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCaptureFixture) -> None:
-    """With a broken pairing of numpy and Triton, tensors are still right, and text is refused.
+    """If numpy does not work with this Triton, tensors are still exchanged correctly, and text is refused.
 
-    One warning names the danger for plain models, and the remedy.
+    One warning says what plain Python models would get wrong, and what to install.
     """
     tensors = Tensors(pb_utils(Numpy2UnderOldTriton))
     (warning,) = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
@@ -120,13 +120,13 @@ def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCapture
 
 
 def test_a_pairing_without_a_workaround_is_refused_with_what_to_do() -> None:
-    """If no way to exchange tensors works, the model is refused with the remedy, so that it does not give wrong answers."""
+    """If tensors cannot be exchanged in any way, the model is refused. The error says what to install."""
     with pytest.raises(BrokenPairing, match="numpy<2"):
         Tensors(pb_utils(NothingWorks))
 
 
 def test_a_working_pairing_uses_numpy(caplog: pytest.LogCaptureFixture) -> None:
-    """With a working pairing, as with any numpy from Triton 24.11 on, no copy is made, text is exchanged, and nothing is logged."""
+    """If numpy works with this Triton, as from 24.11 on, tensors are not copied, text is exchanged, and nothing is logged."""
     tensors = Tensors(FakePbUtils)
     tensor = FakeTensor("x", np.arange(3))
     tensors.check_text()
@@ -148,7 +148,7 @@ class Bf16Tensor(FakeTensor):
 @pytest.mark.parametrize("token", DTYPES)
 @pytest.mark.parametrize("tensor", [FakeTensor, Numpy2UnderOldTriton])
 def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], token: str) -> None:
-    """A tensor's dtype is found with working and broken pairings of numpy and Triton."""
+    """The dtype of a tensor is read from the tensor itself, whether or not numpy works with this Triton."""
     tensors = Tensors(pb_utils(tensor))
     array: np.typing.NDArray[Any] = (np.arange(6).reshape(2, 3) % 2).astype(DTYPES[token])
 

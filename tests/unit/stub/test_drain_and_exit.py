@@ -1,4 +1,4 @@
-"""The end of a process that cannot continue: it answers its requests first."""
+"""A process that cannot continue answers its requests before it ends."""
 
 import threading
 from typing import Any
@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_S
 
 
 def test_waiting_requests_are_answered_before_the_process_ends() -> None:
-    """Before the process ends, new requests are kept away, and each waiting request is answered once."""
+    """Before the process ends, it stops accepting requests and answers each waiting request once."""
     responses = Responses(FakePbUtils)
     requests = [FakeRequest({}) for _ in range(4)]
     replies = [Reply(request.get_response_sender(), responses) for request in requests]
@@ -31,7 +31,7 @@ def test_waiting_requests_are_answered_before_the_process_ends() -> None:
 
 
 def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() -> None:
-    """An answer that cannot be sent delays neither the others nor the end."""
+    """If one answer cannot be sent, the other requests are still answered, and the process still ends."""
 
     class Full:
         def send(self, response: Any = None, flags: int = 0) -> None:
@@ -50,7 +50,7 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
 
 
 def test_of_several_threads_one_ends_the_process() -> None:
-    """One of several threads ends the process, and the others do nothing."""
+    """If several threads want to end the process, only the first one does it. The others do nothing."""
     inside, go = threading.Event(), threading.Event()
     statuses: list[int] = []
 

@@ -31,7 +31,7 @@ def entry(answer: Callable[[list[ClientRequest]], Sequence[Any] | None], **other
 
 
 def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:
-    """Return the answers that each request got, in place and by reply: codes of errors, or "well"."""
+    """Return what each request got, in the returned list or by its sender: "well", or the code of an error, for each answer."""
     texts = []
     for index, request in enumerate(requests):
         every = [] if returned is None else [returned[index]]
@@ -57,7 +57,10 @@ def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientR
 def test_a_batch_that_fails_is_answered_through_replies(
     replied: tuple[int, ...], error: BaseException
 ) -> None:
-    """If a batch fails after some requests got replies, all of its requests are answered by replies. Triton gets no list."""
+    """If the engine fails after it has made senders for some requests, all requests of the batch are answered by senders.
+
+    execute() then returns no list.
+    """
     requests = [FakeRequest({}) for _ in range(3)]
     returned = entry(replies_to(*replied, then=raising(error))).execute(requests)
     assert returned is None
@@ -65,7 +68,7 @@ def test_a_batch_that_fails_is_answered_through_replies(
 
 
 def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_again() -> None:
-    """A batch that fails after one answer fails only the other requests."""
+    """If the engine fails after it has answered one request of a batch, only the other requests fail."""
     requests = [FakeRequest({}) for _ in range(2)]
 
     def answer(arrived: list[ClientRequest]) -> None:
@@ -86,7 +89,7 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
         (replies_to(0, then=lambda: None), FakeError.INTERNAL),
         (replies_to(0, 1, then=lambda: [WELL] * 2), FakeError.INTERNAL),
         (lambda _: [WELL] * 2, "well"),
-        (replies_to(0, 1, then=lambda: None), ""),  # The answers of this engine come later.
+        (replies_to(0, 1, then=lambda: None), ""),  # This engine answers later, by the senders.
     ],
 )
 def test_requests_that_the_engine_leaves_out_are_answered(
@@ -104,10 +107,7 @@ def test_requests_that_the_engine_leaves_out_are_answered(
 
 
 def test_a_process_that_cannot_even_fail_requests_ends() -> None:
-    """If requests cannot even be failed, the process ends.
-
-    Its end answers the waiting requests, and the model is loaded again.
-    """
+    """If the process cannot even send failures to its requests, it ends. Then the model is loaded again."""
     reasons: list[str] = []
     broken = entry(
         replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=reasons.append

@@ -1,4 +1,4 @@
-"""The end of a stub whose model was unloaded. The process ends, whatever model.py has left running."""
+"""A stub's process ends after its model was unloaded, whatever model.py has left running."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-#: Code in model.py that leaves something running, by the name of the case.
+#: Statements in model.py that leave a thread or an exit handler running, by the name of the test case.
 _LEFT = {
     "a busy executor": "ThreadPoolExecutor(1).submit(threading.Event().wait)",
     "a thread": "threading.Thread(target=threading.Event().wait).start()",
@@ -46,7 +46,7 @@ def unload(leftover: str, close: str = "pass", exit_s: float = 60.0) -> subproce
 
 @pytest.mark.parametrize("leftover", _LEFT.values(), ids=_LEFT)
 def test_what_model_py_leaves_does_not_keep_the_process(leftover: str) -> None:
-    """The process ends although model.py has left something running, for which Python's exit would wait forever."""
+    """The process ends even if model.py has left a thread or an exit handler running. Python alone would wait for it forever."""
     process = unload(leftover, exit_s=0.1)
     assert "Thread" in process.stderr
     if "PyDLL" not in leftover:

@@ -29,7 +29,7 @@ OUTCOMES = Outcomes(Meters(), RESPONSES)
 
 @dataclass
 class Outage:
-    """A model whose runtime is gone until `come_back`, with a record of what the thread of its front does."""
+    """A model whose runtime is gone until `come_back` is called. It records what the thread of its front does."""
 
     passed: float = 0.0
     takes: bool = True
@@ -83,7 +83,7 @@ class Outage:
         self.until(ServingState.READY)
 
     def add(self, triton: FakeRequest | None = None, deaths: int = 0) -> FakeRequest:
-        """Let a request wait. `deaths` runtimes died while they executed it."""
+        """Add a request that waits for a runtime, and return it. `deaths` runtimes have died while they executed the request."""
         triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
         request = ClientRequest(triton, ArrivalTime.now())
         request.reply = self.replies[triton] = Reply(triton.get_response_sender(), RESPONSES)
@@ -113,7 +113,7 @@ def failure_of(request: FakeRequest) -> str:
 
 
 def test_requests_get_the_next_runtime_in_their_order(outage: Outage) -> None:
-    """No request is answered before the next runtime serves, and that runtime gets each request once."""
+    """Requests wait until the next runtime serves. Then each request is submitted to it once, in the order of arrival."""
     requests = [outage.add() for _ in range(20)]
     wait_until(lambda: outage.told and outage.told[-1] == {"asked": True})
     assert all(request.answers.empty() for request in requests)
@@ -134,7 +134,7 @@ def test_a_request_is_refused_when_its_time_is_over(outage: Outage) -> None:
 
 
 def test_the_next_suspect_follows_the_answer_of_the_one_before(outage: Outage) -> None:
-    """The next suspect is submitted when the suspect before it has its reply."""
+    """Suspects are submitted one after another: the next one only when the one before has its answer."""
     for _ in range(3):
         outage.add(deaths=1)
     outage.come_back()
@@ -144,9 +144,9 @@ def test_the_next_suspect_follows_the_answer_of_the_one_before(outage: Outage) -
 
 
 def test_requests_that_no_runtime_takes_are_tried_again(outage: Outage) -> None:
-    """Requests that no runtime accepts are tried again in their order.
+    """If no runtime accepts a request, its submission is tried again.
 
-    Until the first one is accepted, no other one is tried.
+    Later requests are submitted only after it, in the order of arrival.
     """
     requests = [outage.add() for _ in range(3)]
     outage.takes = False
@@ -203,7 +203,10 @@ def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
 
 
 def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outage) -> None:
-    """A run that asks after the end of the thread is refused, even if work before it has failed."""
+    """If a run asks after the end of the thread whether it may continue, it is refused and does not wait forever.
+
+    This holds even if an earlier event of the loop has raised an error.
+    """
     outage.loop.close()
     outage.loop.post(Mock(side_effect=RuntimeError("unforeseen")))
 
@@ -214,9 +217,9 @@ def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outag
 def test_a_suspect_that_comes_back_while_it_is_submitted_is_submitted_again(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime may die while a suspect is submitted to it.
+    """If the runtime dies while a suspect is submitted to it, the suspect is submitted again.
 
-    The suspect is then submitted again, and so is the other one after its answer.
+    The next suspect is submitted after the first one has its answer.
     """
     submit = outage.submit
 
@@ -245,7 +248,7 @@ def test_a_suspect_that_comes_back_while_it_is_submitted_is_submitted_again(
     ids=["the runtime rejects the model", "the client cancels", "the model is unloaded"],
 )
 def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> None:
-    """If a wait cannot succeed, the client gets the reason before the limit."""
+    """If a waiting request can never be executed, it fails with the reason at once, and not only at its limit."""
     request = outage.add()
     assert callable(end)
 
@@ -255,7 +258,7 @@ def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> 
 
 
 def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) -> None:
-    """A request that was answered while it waited, here because its deadline passed, is not submitted. The others are."""
+    """If a request was answered while it waited, here because its deadline passed, only the other requests are submitted."""
     request, other = outage.add(), outage.add()
     outage.replies[request].send_failure(Status.DEADLINE, "late")
     assert "late" in failure_of(request)
@@ -308,7 +311,7 @@ def test_unloading_while_requests_are_submitted_ends_each_once(
 ) -> None:
     """If the model is unloaded while requests are submitted, each request ends once and is counted once.
 
-    Those without a runtime fail.
+    Requests that no runtime has accepted fail.
     """
     counted: list[ClientRequest] = []
     original = OUTCOMES.ended
@@ -336,7 +339,10 @@ def test_unloading_while_requests_are_submitted_ends_each_once(
 
 
 def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
-    """A run that asks may go on, must ask again while a suspect is under way, or is refused after the end of the loop."""
+    """A run asks whether it may continue, and gets the answer on its own thread.
+
+    It may continue. If it is a suspect, it must ask again while another suspect executes. After the end of the loop, it fails.
+    """
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
     assert outage.loop.may_go_on(request)
     outage.add(deaths=1)
@@ -353,7 +359,7 @@ def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
 
 
 def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outage) -> None:
-    """Requests that come while the thread ends are refused, each once, by whichever thread."""
+    """Each request that arrives while the thread ends is refused once, either by this thread or by the one that adds it."""
     requests: list[FakeRequest] = []
     stop = Event()
 
@@ -373,9 +379,9 @@ def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outag
 
 
 def test_inputs_that_have_ended_runtimes_are_not_tried_again(outage: Outage) -> None:
-    """Requests whose inputs equal inputs that ended runtimes are refused.
+    """A request is refused if equal inputs have ended several runtimes. Requests with other inputs are accepted.
 
-    Other inputs are accepted, and after an hour all are.
+    After an hour, requests with these inputs are accepted again.
     """
     hostile = {"x": np.zeros((1, 3), np.float32)}
     outage.loop.record(MAX_DEATHS, hostile)

@@ -58,7 +58,7 @@ class Characters:
 
 @dataclass
 class Life:
-    """One life of a runtime that generates what the test says."""
+    """A runtime from its start to its end. It generates the tokens that the test chooses."""
 
     sock: socket.socket
     attachment: Attachment
@@ -109,7 +109,7 @@ class FakeSession:
         self.attachment = attachment
 
     def live(self) -> Life:
-        """Start a runtime, and return its life when the session may connect to it."""
+        """Start a runtime to which the session may connect, and return it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(PATIENCE_S)
         board = memoryview(array("Q", [time.monotonic_ns() | 1] * 8))
@@ -196,7 +196,7 @@ def text_of(response: FakeResponse) -> str:
 
 
 def rest_of(request: FakeRequest) -> tuple[str, str]:
-    """Return the text of all further responses, and the reason why the answer ended."""
+    """Return the joined text of all further responses of a request, and the reason why its answer ended."""
     text, response = "", next_of(request)
     while "finish_reason" not in response.arrays:
         text, response = text + text_of(response), next_of(request)
@@ -211,9 +211,9 @@ def failure_of(request: FakeRequest) -> tuple[str, str]:
 
 
 def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> None:
-    """Each token's text is a response, and a character of three tokens is one response.
+    """Each token gives one response with its text. The three tokens of one character give one response together.
 
-    The last response has the reason of the end and the usage.
+    The last response has the reason for the end, and the numbers of tokens.
     """
     request = model.ask("hi")
     generation = model.life.asked()
@@ -238,7 +238,7 @@ def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> No
 
 
 def test_the_last_response_has_the_usage_as_parameters_where_triton_has_them() -> None:
-    """From Triton 25.02 on, only the last response also has the usage as parameters. Its outputs are the same as before."""
+    """From Triton 25.02 on, the last response has the numbers of tokens not only as outputs but also as parameters."""
     model = Model(pb_utils=NewPbUtils)
     request = model.ask("hi")
     generation = model.life.asked()
@@ -272,7 +272,7 @@ def test_an_answer_that_is_not_streamed_has_one_response() -> None:
 
 
 def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
-    """A stop text ends the answer, and no part of the stop text is sent. The stub cancels the generation in the runtime."""
+    """A stop text ends the answer, and no part of this text is sent. The stub cancels the generation in the runtime."""
     request = model.ask(stop='["END", "x"]')
     generation = model.life.asked()
     model.life.say(generation.request, *b"ab E")
@@ -312,7 +312,7 @@ def test_each_answer_has_a_deadline(model: Model) -> None:
 def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
     """If a runtime ends after a part of the answer was sent, the answer ends with a tagged error.
 
-    Another runtime must not begin again.
+    The generation is not repeated by another runtime.
     """
     request = model.ask()
     generation = model.life.asked()
@@ -328,7 +328,7 @@ def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
 
 @pytest.mark.parametrize("parameters", [{}, {"stream": False}])
 def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameters: dict[str, Any]) -> None:
-    """The generation begins again in the next runtime with the same prompt.
+    """If a runtime ends before any part of the answer was sent, the next runtime generates the answer from the same prompt.
 
     The answer has no tokens of the first runtime.
     """
@@ -349,7 +349,7 @@ def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameter
 
 
 def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> None:
-    """If two runtimes ended during a generation, no third one gets its prompt, neither for this request nor for another one."""
+    """If two runtimes end during a generation, its request fails. A later request with the same prompt also fails."""
     request = model.ask("bad")
     for _ in range(2):
         model.session.life.asked()
@@ -411,7 +411,7 @@ def test_parameters_that_make_no_sense_are_refused(
 
 
 def test_parameters_reach_the_runtime(model: Model) -> None:
-    """Parameters may be numbers or texts of numbers, as not every client sends fractions.
+    """Parameters may be numbers, or texts of numbers, because some clients cannot send fractions as numbers.
 
     HTTP headers and Triton's own parameters are ignored.
     """
@@ -441,9 +441,9 @@ def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, 
 
 
 def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
-    """Texts and tokens are converted without the runtime.
+    """The stub converts texts to tokens, and tokens to texts, without the runtime.
 
-    There may be more tokens than the context, because clients ask for their number.
+    A text may have more tokens than the model's context, because clients want to know this number.
     """
     answer = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
     assert answer == {"tokens": [97, 98] * 10, "max_model_len": 16}
@@ -451,9 +451,9 @@ def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
 
 
 def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:
-    """A model of tokens refuses negative tokens, for which the module would read a wrong row.
+    """A model whose input is tokens refuses negative tokens, because its module would read a wrong row for them.
 
-    It refuses texts, as it has no tokenizer.
+    It also refuses to convert texts, because it has no tokenizer.
     """
     model = Model(text=False)
     assert failure_of(model.ask([3], tokenize=True))[1].startswith("this model has no tokenizer")
@@ -475,7 +475,10 @@ def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:
 
 
 def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
-    """An engine without a runtime is not chosen for answers. It gives no forecast, so that its batches are not divided."""
+    """An engine without a runtime predicts that it never answers, so it is not chosen for a request.
+
+    An engine that generates never returns a forecast, so its batches are not divided.
+    """
     assert model.engine.answers_in_s() < 1
     assert model.engine.forecast() is None
     model.life.sock.close()
@@ -484,7 +487,7 @@ def test_an_engine_without_a_runtime_is_not_chosen(model: Model) -> None:
 
 
 def test_a_hundred_answers_end_each_once(model: Model) -> None:
-    """A hundred answers each end once, with their pieces in order. At the end, no state is left."""
+    """Each of a hundred concurrent answers ends once and has its pieces in order. At the end, no state is left."""
     files = len(os.listdir("/proc/self/fd"))
     requests = [model.ask("p") for _ in range(100)]
     ids = [model.life.asked().request for _ in requests]

@@ -27,7 +27,7 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(NAMES) | st.text(), json_values, max_size=4), st.booleans())
 def test_parameters_are_right_or_refused(parameters: dict[str, Any], text: bool) -> None:
-    """Random parameters are refused, or their values are within the limits and the runtime accepts their frame."""
+    """Random parameters are either refused, or within the limits. In the second case, the runtime accepts a frame with them."""
     try:
         params = read_generation_params(parameters, context=64, stop=[2], text=text)
     except RequestFailure:
@@ -48,7 +48,7 @@ class Crowd:
         self.rng = random.Random(seed)
         self.model = Model()
         self.requests: list[FakeRequest] = []
-        #: Numbers of the answers under way in the present runtime.
+        #: Ids of the generations in progress in the present runtime.
         self.active: set[int] = set()
 
     def ask(self) -> None:
@@ -95,7 +95,7 @@ class Crowd:
 
 
 def ends(request: FakeRequest) -> int:
-    """Return how many last responses a request has got so far, and put its responses back."""
+    """Return how many of a request's responses so far are last ones. The responses stay in the queue."""
     responses: list[FakeResponse] = []
     while not request.answers.empty():
         responses.append(request.answers.get())
@@ -106,7 +106,7 @@ def ends(request: FakeRequest) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_stream_ends_once(seed: int) -> None:
-    """Each stream ends once, although clients cancel, runtimes die, stop texts occur, and generations fail after any number of tokens."""
+    """Each stream ends exactly once, even if clients cancel, runtimes die, stop texts occur, and generations fail."""
     crowd = Crowd(seed)
     crowd.ask()
     for _ in range(60):

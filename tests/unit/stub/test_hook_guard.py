@@ -28,7 +28,7 @@ from rsrv.stub.hook_guard import (
 from tests.fakes import FakeBackstop
 from tests.waiting import PATIENCE_S
 
-#: Seconds for events that should happen at once.
+#: Time limit in seconds for events that should happen at once.
 SOON = PATIENCE_S
 
 
@@ -36,9 +36,9 @@ SOON = PATIENCE_S
 def test_a_thread_hangs_if_too_many_checks_in_a_row_find_it_in_one_interval(
     checks: list[tuple[str, int]],
 ) -> None:
-    """A thread hangs if more than a limit of checks in a row find it in the same interval.
+    """A thread hangs if more than CHECKS checks in a row find it in the same interval of a hook.
 
-    A new interval begins the count again.
+    In a new interval, the count begins again.
     """
     seen: Seen = {}
     interval = None
@@ -71,7 +71,7 @@ def guard(backstop: FakeBackstop) -> Iterator[HookGuard]:
 def test_a_hook_that_hangs_is_told_with_where_it_is(
     guard: HookGuard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A hook that hangs is logged with its request and its stack. Clients get the hook's name."""
+    """If a hook hangs, the log has its request and its stack, and the error for clients has the hook's name."""
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -91,9 +91,9 @@ def test_a_hook_that_hangs_is_told_with_where_it_is(
 
 
 def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
-    """A hook that waits for a call does not hang.
+    """A hook that waits for its sub-call is not reported as hanging.
 
-    Of three threads, only the one that hangs outside of a call is reported.
+    Of three threads here, only the one that hangs outside of a sub-call is reported.
     """
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
@@ -115,7 +115,7 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
         with guard.within("preprocess", "hung"):
             go.wait(SOON)
 
-    # The limit is so long that a thread which waits for a processor does not seem to hang.
+    # With a shorter limit, a thread that waits for a processor on a busy machine would seem to hang.
     guard.watch(1.0, messages.put)
     threads = [threading.Thread(target=target) for target in (waits, works, hangs)]
     for thread in threads:
@@ -131,7 +131,7 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
 def test_the_backstop_stands_ready_only_while_there_are_hooks(
     guard: HookGuard, backstop: FakeBackstop
 ) -> None:
-    """The backstop is armed only while hooks run, so that it does not end an idle process that was stopped."""
+    """The backstop is armed only while hooks run. Otherwise, it would end an idle process that was suspended and resumed."""
     guard.watch(0.1, lambda text: None)
     for _ in range(2):
         with guard.within("preprocess", "r"):
@@ -207,7 +207,7 @@ def test_a_hook_that_allocates_too_much_memory_fails_and_frees_it() -> None:
 
 
 def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
-    """If hooks keep all memory that they may have, the process ends, because each further request would fail."""
+    """If hooks never free the memory that they may have, the process ends, because each further request would fail."""
     done = run("""
         kept = []
         ask(lambda inputs: kept.extend(bytearray(1000) for _ in range(10**9)))
@@ -220,7 +220,7 @@ def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
 
 
 def test_a_fork_of_the_process_ends_with_its_hook() -> None:
-    """If a hook forks the process, the child ends when the hook ends. Only the stub goes on with the request."""
+    """If a hook forks the process, the child ends when the hook returns. Only the parent answers the request."""
     done = run("""
         ask(lambda inputs: {"pid": np.array(os.fork())})
         ask(lambda inputs: {"pid": np.array(os.fork() or sys.exit())})
@@ -233,7 +233,7 @@ def test_a_fork_of_the_process_ends_with_its_hook() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_reading_a_frame_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
-    """If a frame of another thread is read, the garbage collector stays on or off, as a hook or an import has left it."""
+    """Reading the frame of a thread does not switch the garbage collector on or off."""
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -244,9 +244,9 @@ def test_reading_a_frame_leaves_garbage_collection_as_it_was(enabled: bool) -> N
 
 
 def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each owner of the backstop has a time of its own.
+    """Each owner of the backstop has a time of its own, and the backstop fires at the earliest of them.
 
-    The guard of an idle target neither cancels nor shortens the time of another target's import.
+    If the guard of an alias's target cancels its time, the time for another target's import stays.
     """
     calls: list[float | None] = []
     monkeypatch.setattr(
@@ -270,9 +270,9 @@ def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyP
 def test_a_hook_that_keeps_all_descriptors_ends_its_process(
     guard: HookGuard, few_descriptors: list[int]
 ) -> None:
-    """If hooks keep all descriptors, the process ends.
+    """If hooks keep all file descriptors, the process ends.
 
-    It goes on if descriptors are free again, or if the error has another cause.
+    It continues if descriptors are free again, or if the error has another cause.
     """
     texts: list[str] = []
     guard.watch(SOON, texts.append)

@@ -1,4 +1,4 @@
-"""The import of a bundle's model.py: it ends, fails or hangs, and the runtime gets reports of a long import."""
+"""The import of a bundle's model.py, which may succeed, fail or hang. The stub reports a long import to the runtime."""
 
 import os
 import queue
@@ -20,7 +20,7 @@ from rsrv.stub.session import Attachment, Session
 from tests.fakes import FakeBackstop
 from tests.waiting import PATIENCE_S, wait_until
 
-#: The third line waits until the test opens the pipe for writing.
+#: A model.py whose third line waits until the test opens the pipe for writing.
 WAITS = (
     "from pathlib import Path\n\nPath({pipe!r}).read_text()\n\n\ndef preprocess(inputs):\n    return inputs\n"
 )
@@ -29,7 +29,7 @@ WAITS = (
 class RecordingSession:
     """A session that records reports and connections.
 
-    If `rejects`, it opens no connection, as if another runtime had replaced its own.
+    If `rejects` is True, each connection is refused, as if another runtime had replaced the session's own.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
@@ -57,7 +57,10 @@ def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, file_import: HookImport[Hooks], line: int) -> None:
-    """Let the limit of the import be the timeout of hooks, and let its time begin when the import has reached this line."""
+    """Limit the import to the timeout of hooks, which begins only when the import has reached this line.
+
+    Without this, the limit would be at least a minute.
+    """
 
     def wait(results: list[Any], period: float) -> None:
         wait_until(lambda: results[0].done() or file_import._place()[0] == line)
@@ -103,10 +106,7 @@ def test_a_model_without_the_file_has_no_hooks(tmp_path: Path) -> None:
 def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_again(
     statement: str, tmp_path: Path
 ) -> None:
-    """An error in model.py fails the load, and the next attempt executes the file again.
-
-    The error may also be sys.exit().
-    """
+    """An error in model.py, even sys.exit(), makes the load fail. The next attempt executes the file again."""
     file_import, _ = imported(statement, tmp_path)
     with pytest.raises((OSError, SystemExit), match="away"):
         result(file_import, RecordingSession())
@@ -118,9 +118,9 @@ def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_agai
 def test_an_import_that_hangs_fails_the_load_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rejects: bool
 ) -> None:
-    """If an import hangs, the load fails with its line.
+    """If an import hangs, the load fails at the limit, and the error has the line at which the import hangs.
 
-    Until then, a connected runtime gets reports. The next attempt waits for the same import.
+    Until then, a connected runtime gets reports. The next attempt to load waits for the same import.
     """
     os.mkfifo(pipe := tmp_path / "pipe")
     file_import, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
@@ -142,9 +142,9 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
 
 @pytest.mark.parametrize("keep", ["LOOP = asyncio.get_event_loop()", "asyncio.get_event_loop()"])
 def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep: str) -> None:
-    """The thread of an import has an event loop.
+    """The thread that imports model.py has an event loop, as the main thread would have.
 
-    A loop that the file keeps stays open for the hooks, and any other loop is closed.
+    If model.py keeps the loop in a variable, it stays open for the hooks. Otherwise it is closed.
     """
     keeps_loop = "LOOP" in keep
     use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if keeps_loop else "inputs"
@@ -157,7 +157,7 @@ def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep:
 
 
 def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
-    """If model.py needs the main thread, the error adds that model.py is imported on its own thread."""
+    """If model.py fails because it needs the main thread, the error explains that model.py is imported on another thread."""
     file_import, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
     with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
         result(file_import, RecordingSession())
@@ -178,9 +178,9 @@ def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that does not answer gets one report only.
+    """If the runtime does not answer the first report about an import, it gets no further reports.
 
-    If the import waited for more answers, the backstop would end the process first.
+    Each unanswered report takes time, and the backstop could end the process meanwhile.
     """
 
     class Silent(RecordingSession):

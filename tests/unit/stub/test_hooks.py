@@ -20,7 +20,7 @@ def write(directory: Path, text: str) -> Path:
 def test_functions_become_hooks_and_nothing_is_left_on_disk(tmp_path: Path) -> None:
     """Functions of model.py become hooks.
 
-    No .pyc is left beside it, which Triton would take for a new version of the model.
+    Python writes no .pyc file beside model.py, because Triton would take it for a change of the model.
     """
     hooks = load_hooks(
         write(tmp_path, "def postprocess(outputs):\n    return {k: -v for k, v in outputs.items()}\n")
@@ -50,11 +50,11 @@ def test_a_file_without_hooks_is_refused(tmp_path: Path, text: str, message: str
 
 
 def test_an_import_may_take_a_minute_however_short_the_limit_of_hooks_is() -> None:
-    """An import may take at least a minute, even if hooks have a shorter limit: importing libraries takes longer than a hook."""
+    """The limit of an import is at least a minute, even if hooks have a shorter limit, because importing libraries takes long."""
     assert [import_limit_s(limit) for limit in (None, 0.5, 90.0)] == [None, 60.0, 90.0]
 
 
-#: A program that executes the `model.py` of each folder in its arguments, and prints the answer of the last one.
+#: A program that loads the `model.py` of each folder in its arguments, and prints what the hook of the last one returns.
 LOAD = """
 import sys
 from pathlib import Path
@@ -68,14 +68,17 @@ except HookError as error:
 
 
 def answer(*folders: Path, **environment: str) -> str:
-    """Return what the hooks print in a process of their own. Imports last as long as their process."""
+    """Return what `LOAD` prints for these folders. It runs in a new process, because a process imports a module only once."""
     command = [sys.executable, "-c", LOAD, *map(str, folders)]
     variables = {**os.environ, **environment}
     return subprocess.run(command, check=True, capture_output=True, text=True, env=variables).stdout
 
 
 def write_bundle(folder: Path, text: str, **modules: str) -> Path:
-    """Write `model.py` and its helper modules. The name `a` makes a.py, and `a__b` makes the module b of the package a."""
+    """Write `model.py` and its helper modules to a folder.
+
+    The key `a` of `modules` makes the file a.py, and the key `a__b` makes a/b.py.
+    """
     for name, content in modules.items():
         file = folder / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +194,7 @@ def test_a_module_that_no_bundle_has_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_name_the_process_cannot_encode_is_named(tmp_path: Path) -> None:
-    """In Triton's stubs, file names are ASCII, so some existing files cannot be opened. The error names such a file."""
+    """Triton's stubs encode file names as ASCII, so they cannot open a file with another name. The error names the file."""
     text = "from pathlib import Path\nPath(__file__).with_name('n\u00e4me.txt').read_text()\ndef preprocess(i):\n    return 1\n"
     write_bundle(tmp_path, text)
     (tmp_path / "n\u00e4me.txt").touch()

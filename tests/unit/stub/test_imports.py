@@ -1,4 +1,4 @@
-"""The stub's imports must stay light, because every model has a process. Only two files import jax."""
+"""The stub imports little, because every model has a process. Only two files of rsrv import jax."""
 
 import ast
 import json
@@ -41,7 +41,7 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Yield the top-level packages that a source text imports, also inside functions."""
+    """Yield the top-level packages that a source text imports, even inside functions."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

@@ -1,4 +1,4 @@
-"""The number of processes that Triton starts for a model, by the model's configuration."""
+"""How many processes Triton starts for a model is computed from the model's configuration."""
 
 from typing import Any
 

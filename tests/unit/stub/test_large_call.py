@@ -18,7 +18,7 @@ from rsrv.wire.frames import Status
 
 
 class Part:
-    """A sub-call that fails or is answered when a caller waits for it."""
+    """A part of a sub-call. It fails or succeeds when the caller waits for it."""
 
     def __init__(self, rows: int, *, fails: bool) -> None:
         self.rows, self.fails, self.ended = rows, fails, False
@@ -37,7 +37,7 @@ class Part:
 
 
 def plan(rows: int, largest: int) -> Any:
-    """Return the plan of a model with an input x and an output y, f32 [n, 1]."""
+    """Return the plan of a call with this number of rows, of which `largest` fit into one execution."""
 
     def planned(name: str) -> Any:
         tensor = SimpleNamespace(name=name, batch_axis=0)
@@ -70,9 +70,9 @@ def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
 
 
 def test_parts_of_two_versions_make_no_answer() -> None:
-    """If a new version with other outputs replaces the model during a call, the call fails.
+    """If a version with outputs of another shape replaces the model during a call, the call fails.
 
-    Numpy would repeat the new version's single value.
+    Without this check, numpy would repeat the single value of the new version's rows.
     """
     whole = plan(4, 2)
     (output,) = whole.outputs
@@ -115,7 +115,7 @@ def test_parts_are_divided_again_if_the_next_runtime_has_smaller_executions() ->
         if rows > largest:
             raise LargeCallError(inputs, plan(rows, largest))
         started.append(rows)
-        # The router takes a function as the sender of the call.
+        # The router expects a function that sends the call.
         return lambda run, callee: Part(rows, fails=False)
 
     place = SimpleNamespace(by_stage=False, callees={"m": (SimpleNamespace(start=start), None)})

@@ -19,7 +19,8 @@ from rsrv.wire.paths import FAILURE, runtime_directory
 from rsrv.wire.socket import connect, listen
 from tests.fakes import FakePbUtils
 
-#: A program in place of the runtime's interpreter. It adds a line to "$0.starts" at each start.
+#: A program in place of the runtime's interpreter. It adds a line to "$0.starts" at each start. Its first start is killed, its
+#: second start ends without a message, and each later start fails with an error.
 _SCRIPT = """#!/bin/sh
 echo started >> "$0.starts"
 case $(wc -l < "$0.starts") in
@@ -45,9 +46,9 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """If a runtime is killed before or after its fork, the first load starts another one.
+    """If a runtime is killed or ends without a message while it starts, the first load starts another one.
 
-    A runtime that cannot start is not started again.
+    If the runtime reports an error, it is not started again.
     """
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     session = Session(launcher.open, "m", "/models/m")
@@ -64,7 +65,10 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
 def test_a_device_is_woken_although_runtimes_are_killed_while_they_start(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """After a kill, an operator's wake also starts another runtime. It fails if the runtime cannot start."""
+    """If an operator wakes a device and its runtime is killed while it starts, another runtime is started.
+
+    The command fails if the runtime reports an error.
+    """
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
 
     with pytest.raises(LaunchError, match="it ended without a message"):
@@ -76,9 +80,9 @@ def test_a_device_is_woken_although_runtimes_are_killed_while_they_start(
 def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
     interpreter: Path, tmp_path: Path
 ) -> None:
-    """A further device that cannot start is tried once a minute, and other loads fail at once with its reason.
+    """If the runtime of a further device cannot start, only one load per minute tries it again.
 
-    Device 0 is tried each time.
+    Other loads fail at once with the reason of the latest attempt. The runtime of device 0 is started for each load.
     """
     (tmp_path / "python.starts").write_text("\n\n")
 
@@ -97,7 +101,7 @@ def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
 def test_a_device_that_cannot_be_had(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the runtime cannot have its device, the error names the setting and does not blame the installation."""
+    """If the configured device cannot be used, the error names the setting, and does not blame the Python installation."""
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     settings = tmp_path / "rsrv.yaml"
     settings.write_text("runtime: {platform: cpu, devices: [0]}")

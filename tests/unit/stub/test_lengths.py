@@ -32,6 +32,6 @@ def test_a_request_has_the_shortest_variant_and_tensors_of_its_length(length: in
     [([(1, 17), (17, 1)], r"\[17\]"), ([(1, 3), (4, 1)], r"\[3, 4\]"), ([(1, 0), (0, 1)], r"\[0\]")],
 )
 def test_a_length_that_no_variant_holds_is_refused(shapes: list[tuple[int, ...]], lengths: str) -> None:
-    """A length that no variant holds is refused. The text has the lengths of the inputs and the longest possible one."""
+    """If no variant is long enough, the request is refused. The error has the lengths of its inputs and the possible lengths."""
     with pytest.raises(BadShape, match=f"the lengths {lengths} along the padded axis; .* from 1 to 16"):
         resolve(INTERFACE, shapes)

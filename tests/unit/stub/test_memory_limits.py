@@ -59,7 +59,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
 def test_a_control_group_may_have_less_than_the_machine(
     tmp_path: Path, cgroup: str, files: dict[str, str], total: int, spare: int
 ) -> None:
-    """The memory is the smallest limit of the machine and of the control groups. Caches are free memory."""
+    """The total memory is the smallest of the machine's memory and the limits of control groups. Caches count as spare memory."""
     root = machine(tmp_path, cgroup, files)
 
     assert total_memory(root) == total

@@ -53,7 +53,10 @@ def test_the_first_of_many_measurements_wakes_the_reporting_thread() -> None:
 
 
 def test_a_report_has_the_requests_that_took_longest() -> None:
-    """A report has the slowest submissions with their arrival and answer, up to a limit. Other requests are only counted."""
+    """A report has the times of arrival and answer for the slowest submitted requests, up to a limit.
+
+    Other requests are only counted.
+    """
     meters, now = Meters(), time.perf_counter()
     for number in range(100):
         meters.answered(Status.OK, now - number, number)

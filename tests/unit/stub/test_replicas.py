@@ -34,7 +34,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class FakeSession:
-    """A session with the runtime of a device, which answers at once."""
+    """A session with the runtime of a device. The runtime accepts a connection at once."""
 
     def __init__(self, device: int, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
         self.device = device
@@ -131,7 +131,7 @@ def reader(table: PlacementWriter, tmp_path: Path) -> PlacementReader:
 
 
 class Fakes(dict[int, FakeReplica]):
-    """The replicas of a model that were made, by device, and the sessions of all devices."""
+    """The model's replicas so far, by device. `sessions` has a session for each device."""
 
     def __init__(self, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def unloaded(
     process: StubProcess | None = None,
     devices: Callable[[], int] | None = None,
 ) -> Replicas:
-    """Return a model whose load has not begun."""
+    """Return the replicas of a model that is not loaded yet."""
     return Replicas(
         lambda device: cast(Session, fakes.sessions[device]),
         fakes.make,
@@ -193,7 +193,10 @@ def made(
     process: StubProcess | None = None,
     transport: str = "direct",
 ) -> tuple[Replicas, Fakes]:
-    """Return a loaded model and its replicas by device. `failing` has the errors of the first attempts of each device."""
+    """Return a loaded model, and its fake replicas by device.
+
+    `failing` has the errors with which the first attempts to connect to a device fail.
+    """
     fakes = Fakes(devices, transport)
     for device, errors in (failing or {}).items():
         fakes.sessions[device].failing = errors
@@ -215,9 +218,9 @@ def test_models_have_homes_on_all_devices() -> None:
 
 
 def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
-    """A batch leaves its home only if another device answers clearly earlier.
+    """A batch is sent to another device than the model's home only if that device will answer clearly earlier.
 
-    Small differences of the measured times move no traffic.
+    A small difference of the predicted times changes nothing.
     """
     replicas, fakes = made(3)
     home = home_of(replicas)
@@ -230,9 +233,9 @@ def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
 
 
 def test_requests_of_a_divided_batch_go_to_one_device_and_are_answered_later() -> None:
-    """A part of an alias's batch goes to the device that a whole batch would have.
+    """`execute_later` sends part of an alias's batch to one device, as `execute` does with a whole batch.
 
-    It is answered later, and nothing is returned.
+    The requests are answered by their senders.
     """
     replicas, _ = made(3)
     home, batch = home_of(replicas), [FakeRequest({}) for _ in range(3)]
@@ -258,7 +261,10 @@ def test_a_device_without_a_runtime_gets_nothing() -> None:
 
 
 def test_the_table_chooses_the_devices(table: PlacementWriter, reader: PlacementReader) -> None:
-    """A batch goes to the device of the model's mask that answers first. A new table is followed at once."""
+    """The placement table names some devices for a model. A batch is sent to the one that will answer first.
+
+    A new table takes effect at once.
+    """
     replicas, fakes = made(4, reader=reader)
     fakes[0].seconds = 0.3
 
@@ -292,7 +298,10 @@ def test_no_device_of_the_table_is_alive(table: PlacementWriter, reader: Placeme
 def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """If the device of the table is stopped or overloaded, another device gets the requests, unless an operator has pinned the model."""
+    """If the table's device would answer much later than another one, the other device gets the requests.
+
+    If an operator has pinned the model, it stays on the table's device unless this device has no runtime.
+    """
     replicas, fakes = made(3, reader=reader)
     table.write({"m": 0b010})
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = 1.0, 3.9, 2.0
@@ -309,7 +318,7 @@ def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
 def test_a_mask_of_devices_that_do_not_serve_the_model(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """If the mask has only devices that do not serve the model, the other devices answer."""
+    """If the table names only devices that do not exist, all devices may answer."""
     replicas, _ = made(2, reader=reader)
     table.write({"m": 1 << 40})
 
@@ -318,7 +327,7 @@ def test_a_mask_of_devices_that_do_not_serve_the_model(
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the pauses after failed attempts take no time."""
+    """Make the pauses after failed attempts to start a model very short."""
     monkeypatch.setattr("rsrv.front.rules.FIRST_START_PAUSE_S", 0.01)
 
 
@@ -358,9 +367,9 @@ def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() ->
 def test_a_request_that_waited_goes_where_the_table_allows(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """A waiting request of a pinned model goes to a live device of the model.
+    """A model is pinned to two devices, and one of them is down. A waiting request is submitted to the other one.
 
-    Only if none is alive, another device gets it.
+    A device outside of the table gets the request only if both are down.
     """
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     replicas, fakes = made(3, reader=reader, process=process)
@@ -401,9 +410,9 @@ def test_idle_devices_share_a_batch(table: PlacementWriter, reader: PlacementRea
 def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     table: PlacementWriter, tmp_path: Path
 ) -> None:
-    """If the callees of a run have no device in common, the run begins on their lowest device.
+    """If the table has no common device for the callees of a run, the run begins on the lowest of their devices.
 
-    Each call goes to its model's device that answers first.
+    Each call is sent to the callee's device that will answer first.
     """
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
@@ -416,7 +425,7 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     fakes[3].seconds = 0.5
     assert home_of(replicas) == 1
     assert stages(1) == {"a": 1, "b": 3}
-    # This run began before the table.
+    # The table does not name device 2 for `a`, but a run on this device may have begun before the table.
     assert stages(2) == {"a": 3, "b": 3}
     fakes[1].session.attachment, fakes[1].seconds = None, inf
     assert home_of(replicas) == 2
@@ -428,9 +437,9 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_path: Path) -> None:
-    """While a run by stage begins, the device that all callees have in common joins.
+    """Device 2 cannot be reached at first, so a run begins by stage, although the callees have this device in common.
 
-    The batch that came before is answered, and the next one goes to this device.
+    It becomes available just then. The batch is still sent to device 0, and the next batch is sent to device 2.
     """
     table.write({"m": 0b11, "a": 0b101, "b": 0b110})
     begun, fakes = Event(), Fakes(3)
@@ -464,9 +473,9 @@ def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_
 
 
 def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
-    """If a failure cannot be sent to one request of a batch, the others still get theirs.
+    """If a failure cannot be sent to one request of a batch, execute() raises no error, and the other requests get answers.
 
-    If execute() raised then, Triton would crash.
+    An error raised by execute() would crash Triton.
     """
     replicas, fakes = made(2, transport="bls")
     for fake in fakes.values():
@@ -486,9 +495,9 @@ def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
 
 
 def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
-    """A sub-call goes to the device of its run, because only that runtime knows the run.
+    """A sub-call is sent to the device of its run, because only the runtime of this device knows the run.
 
-    If the runs of a batch have several devices, it is answered later.
+    If a batch has sub-calls of several devices, they are answered later by their senders.
     """
     replicas, _ = made(3, transport="bls")
 
@@ -509,9 +518,9 @@ def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
 
 
 def test_a_model_that_only_the_first_device_rejects_is_served_by_the_next() -> None:
-    """If the first device rejects a model, for example because it is too small, the next one serves it.
+    """If the first device rejects a model, for example because the device has too little memory, the next one serves it.
 
-    If all reject it, the error has all reasons.
+    If all devices reject the model, the error has all reasons.
     """
     replicas, fakes = made(3, failing={0: [Rejected("needs 9 GB, the card has 8 GB")] * 2})
     fakes[2].seconds = 9.0
@@ -559,7 +568,10 @@ def test_the_first_runtime_finds_further_devices_during_a_load(last: list[Except
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_model_is_loaded_once_an_earlier_device_serves_it() -> None:
-    """While the second device is still tried, the first one is tried again. When it serves the model, the load ends."""
+    """The first device rejects a model. While the load tries the second device, the first one is tried again and succeeds.
+
+    The load then ends, although the second device has also rejected the model.
+    """
     fakes = Fakes(2)
     fakes.sessions[0].failing = [Rejected("no memory")]
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
@@ -578,9 +590,9 @@ def test_a_model_is_loaded_once_an_earlier_device_serves_it() -> None:
 
 
 def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that lacks descriptors fails with this reason.
+    """If the process has too few file descriptors for a load, the load fails with this reason.
 
-    The process does not end, because an alias may serve its other targets.
+    The process does not end, because it may serve other targets of an alias.
     """
     reasons: list[str] = []
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
@@ -616,9 +628,9 @@ def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_model_is_loaded_while_the_first_device_is_gone() -> None:
-    """If the first device has no runtime, the next device with a runtime loads the model.
+    """If the first devices have no runtime, the next device with a runtime loads the model.
 
-    The others serve it when they have runtimes again.
+    The first devices serve it when they have runtimes again. If no device has a runtime, the error has all reasons.
     """
     gone = LaunchError("the GPU is lost")
     replicas, fakes = made(3, failing={0: [gone, gone], 1: [gone]})
@@ -642,7 +654,7 @@ def test_one_device_costs_a_request_nothing() -> None:
 def made_cold(
     devices: int, reader: PlacementReader | None = None, transport: str = "direct"
 ) -> tuple[StubProcess, Fakes, Replicas]:
-    """Return a stub's process, the dictionary of the replicas that it will start, and the cold model."""
+    """Return the process of a stub, its fake replicas (none yet), and the cold model."""
     process, fakes = (
         StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
         Fakes(devices, transport, cold=True),
@@ -653,7 +665,7 @@ def made_cold(
 
 
 def start(process: StubProcess, fakes: Fakes, replicas: Replicas) -> ClientRequest:
-    """Start a cold model with a request. Return the request when a replica has it and no other device is starting."""
+    """Start a cold model with a request. When a replica has the request and no device is starting, return the request."""
     request = FakeRequest({})
     assert replicas.execute([request]) is None
     wait_until(lambda: any(fake.taken for fake in fakes.values()))
@@ -693,7 +705,7 @@ def test_the_first_cold_model_of_a_server_starts_where_the_table_says(
 
 
 def test_a_started_model_spreads_with_a_new_table(table: PlacementWriter, reader: PlacementReader) -> None:
-    """A batch notices a new table. A further device that the table names then starts the model."""
+    """When a new table names a further device for a started model, the next batch makes this device start the model, too."""
     home, second, third = by_preference("m", 3)
     table.write({"m": 1 << third})
     process, fakes, replicas = made_cold(3, reader)
@@ -707,9 +719,9 @@ def test_a_started_model_spreads_with_a_new_table(table: PlacementWriter, reader
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
-    """A sub-call starts a cold model on the device of its run, because only that runtime knows the run.
+    """A sub-call starts the model on the device of its run, because only the runtime of this device knows the run.
 
-    Until then, another replica answers that the call must be repeated.
+    Until the model has started there, the model's home gets the call and answers that it must be repeated.
     """
     process, fakes, replicas = made_cold(2, transport="bls")
     start(process, fakes, replicas)
@@ -725,9 +737,9 @@ def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
 def test_without_a_thread_for_an_attempt_it_is_repeated(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If there is no thread for an attempt to connect, the attempt is repeated.
+    """If no thread can be started for an attempt to connect, the attempt is repeated.
 
-    Without this, the model would never have a runtime.
+    Without the repetition, the model would never be connected to a runtime.
     """
     process, fakes, replicas = made_cold(1)
     begin = Thread.start
@@ -746,7 +758,7 @@ def test_without_a_thread_for_an_attempt_it_is_repeated(
 
 
 def test_a_registration_that_cannot_be_used_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a new registration cannot be used because of an error, the model is registered again."""
+    """If an error occurs after the runtime has registered the model, the model is registered again."""
     faults = [RuntimeError("no memory for a thread")]
 
     def watch(replica: FakeReplica, attachment: object) -> None:
@@ -760,9 +772,9 @@ def test_a_registration_that_cannot_be_used_is_made_again(monkeypatch: pytest.Mo
 
 
 def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica watches its connection before requests use it.
+    """A replica reads answers from its connection before requests use the connection.
 
-    Without a reader of answers, a request would take the runtime for lost.
+    Otherwise, a request would conclude that the runtime is lost.
     """
     used: list[object] = []
     monkeypatch.setattr(FakeReplica, "watch", lambda replica, _: used.append(replica.session.attachment))
@@ -776,7 +788,10 @@ def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.Mo
 def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """If the model's code cannot be used after a registration, requests get the reason, and no other device tries the code."""
+    """If the code of a model raises an error when its replica is made, requests fail with the error.
+
+    No other device is tried, because the code would fail there, too.
+    """
     process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(2, cold=True)
     monkeypatch.setattr(fakes, "make", Mock(side_effect=error))
     replicas = unloaded(fakes, process=process)

@@ -15,7 +15,7 @@ FAILURES = [status for status in Status if status is not Status.OK]
 @pytest.mark.parametrize("status", FAILURES)
 @given(text=st.text() | st.just("[rsrv:INTERNAL] of another"))
 def test_a_tagged_failure_is_found_again(status: Status, text: str) -> None:
-    """The status and the text of a failure are read from its message, for every status and any text, even a text that looks like a tag."""
+    """A failure's status and text can be read from its tagged message. The text may be any text, even one that has a tag."""
     failure = untag(tag_failure(status, text))
 
     assert failure is not None
@@ -32,9 +32,9 @@ def test_a_message_without_a_tag_has_no_status(message: str) -> None:
 
 @pytest.mark.parametrize("status", FAILURES)
 def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
-    """A failure for another model always has a tag, because BLS loses the code.
+    """A failure of a sub-call always has a tag with its status, because Triton does not pass the code to the calling model.
 
-    A client's failure has a tag only if Triton has no code for its status.
+    A failure for a client has a tag only if Triton has no code for the status.
     """
     responses = Responses(FakePbUtils)
 
@@ -50,9 +50,9 @@ def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
 def test_a_large_answer_needs_four_times_its_room(
     monkeypatch: pytest.MonkeyPatch, free: float, flags: list[int]
 ) -> None:
-    """If shared memory has less than four times the size of an answer free, the answer is sent before its end.
+    """Usually, a large answer is sent together with the mark that it is the final one.
 
-    Otherwise both are sent together.
+    If less than four times its size is free in shared memory, the answer is sent first, and the mark after it.
     """
     nbytes = 1 << 20
     monkeypatch.setattr("rsrv.stub.replies.free_shared_memory", lambda: int(free * nbytes))

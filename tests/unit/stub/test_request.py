@@ -19,7 +19,7 @@ from tests.logged import logged_here
 
 SECOND = 1_000_000_000
 HOURS = 10 * 3600 * SECOND
-#: The machine has run for a day; the calendar is in 2026.
+#: The monotonic time and the Unix time, in nanoseconds: the machine has run for a day, and it is the year 2026.
 NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
 
 
@@ -38,14 +38,17 @@ def test_a_timeout_counts_from_now_for_any_calendar(jump: int) -> None:
 
 
 def test_a_deadline_by_the_calendar_is_kept_by_the_clock_from_its_arrival_on() -> None:
-    """A request that arrived before the calendar was changed keeps its time."""
+    """A deadline by the calendar becomes a time of the monotonic clock when the request arrives.
+
+    Later changes of the calendar do not affect it.
+    """
     assert params(rsrv_deadline_unix_ns=TODAY + SECOND).deadline_ns == NOW + SECOND
 
 
 def test_a_deadline_by_the_calendar_that_arrives_after_a_jump_is_what_the_calendar_says() -> None:
-    """A deadline by the calendar follows the calendar at arrival.
+    """If the calendar was changed before a request arrives, a deadline by the calendar follows the new calendar.
 
-    After a jump forward it has passed, and after a jump back it is hours away. A timeout does not change.
+    After a jump forward, the deadline has passed. After a jump back, it is hours away. A timeout is not affected.
     """
     until = TODAY + SECOND
 
@@ -62,9 +65,9 @@ def test_no_calendar_makes_a_deadline_that_cannot_be_sent(until: int, unix_ns: i
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
-    """Of several deadlines, the earliest is used.
+    """If a request has several deadlines, the earliest one is used.
 
-    There is Triton's timeout, a deadline by the calendar, or the relative one that clients of ReactantServer send.
+    A deadline may be Triton's timeout, a time of the calendar, or the timeout that clients of ReactantServer send.
     """
     assert params(reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
     assert params(reactant_timeout_ns=0).deadline_ns == params(reactant_timeout_ns=-1).deadline_ns == 0
@@ -75,9 +78,9 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
 
 @pytest.mark.parametrize("name", ["rsrv_prioriti", "rsrv_", "rsrv_deadline_unix_ms", "rsrv_" + "x" * 200])
 def test_a_misspelt_parameter_of_rsrv_is_refused_with_the_right_names(name: str) -> None:
-    """A misspelt parameter of rsrv is refused with the right names.
+    """An unknown parameter that begins with `rsrv_` is refused, and the error lists the known ones.
 
-    Otherwise a client could rely on a deadline or a priority that is ignored.
+    Otherwise, a client with a spelling mistake would rely on a deadline or a priority that is ignored.
     """
     with pytest.raises(
         RequestFailure, match=r"unknown parameter 'rsrv_.*rsrv_priority and rsrv_sticky"
@@ -101,7 +104,7 @@ def test_parameters_of_others_pass() -> None:
 
 
 def test_a_string_that_the_guard_found_too_long_is_the_clients_fault() -> None:
-    """A request in which the guard has replaced strings that were too long is refused as the client's fault."""
+    """If the guard has marked an input whose strings are malformed, the request is refused as the client's fault."""
     request = arrived(FakeRequest({}, parameters=json.dumps({"rsrv_incomplete": "text"})))
     assert request.failure is not None
     assert request.failure.status is Status.INVALID
@@ -113,7 +116,7 @@ def arrived(request: FakeRequest) -> ClientRequest:
 
 
 def as_triton_gives(data: bytes) -> Any:
-    """Return a property that decodes a client's text when it is read, as in Triton's stub."""
+    """Return a property whose method decodes these bytes at each call, as Triton's stub does with texts of a client."""
     return property(lambda self: lambda: data.decode())
 
 
@@ -145,7 +148,7 @@ def test_parameters_that_are_no_object_are_the_clients_fault(text: str) -> None:
 
 
 def test_a_fault_while_reading_is_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """If reading a request fails because of our own fault, the log has the reason, and the client does not get it."""
+    """If reading a request raises an unexpected error, the error is logged. The client gets only the status INTERNAL."""
 
     class Odd(FakeRequest):
         def timeout(self) -> int:
@@ -171,9 +174,9 @@ def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [(16,), (2, 4, 1, 1), (0,)])
 def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[int, ...]) -> None:
-    """Tensors with another number of axes are the client's fault.
+    """A tensor with a wrong number of axes is refused as the client's fault, so that hooks never get one.
 
-    Triton misses them only if the product of their extents overflows. Hooks must not see them.
+    Triton refuses most such tensors, but not those whose number of elements overflows.
     """
     wire = WireTensor("x", "f32", (-1, 4))
     request = FakeRequest({"x": np.zeros(shape, np.float32)})
@@ -183,9 +186,9 @@ def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[
 
 
 def test_an_input_that_the_model_does_not_have_is_the_clients_fault() -> None:
-    """A request with an input that the model does not have is the client's fault, and no hook sees it.
+    """A request with an input that the model does not have is refused as the client's fault, so that hooks never get it.
 
-    Usually Triton refuses it itself.
+    Usually, Triton refuses such a request.
     """
     request = FakeRequest({"y": np.zeros((1, 4), np.float32)})
     with pytest.raises(RequestFailure, match="an input that the model does not have") as caught:

@@ -45,9 +45,9 @@ class Devices:
     [(7, 0, 0), (7, BEGIN, START), (2**64 - 1, FINISH, END), ("seven", BEGIN | FINISH, START | END)],
 )
 def test_a_step_says_its_sequence_and_its_place(id: int | str, flags: int, sent: int) -> None:
-    """The id of a step is a number, or a text that always becomes the same number.
+    """A step's sequence id is a number, or a text, which is always converted to the same number.
 
-    Its flags become the flags of the protocol.
+    Triton's flags of the step become the protocol's flags.
     """
     step = read_step(FakeRequest({}, sequence=id, flags=flags))
     assert step.flags == sent
@@ -79,7 +79,7 @@ def test_an_id_that_is_not_utf8_is_the_clients_fault() -> None:
 
 
 def test_an_idle_sequence_is_forgotten() -> None:
-    """A sequence is forgotten at its end, or when it was idle for long. Its steps keep it."""
+    """The device of a sequence is forgotten at its last step, or when no step has arrived for a while."""
     homes = SequenceHomes(10.0)
     homes.keep(SequenceStep(1, True, False), 3, 0.0)
     homes.keep(SequenceStep(2, True, False), 3, 5.0)
@@ -94,7 +94,7 @@ def test_an_idle_sequence_is_forgotten() -> None:
 
 
 def test_a_sequence_stays_on_its_device() -> None:
-    """Sequences begin on the devices in turn. Their steps stay on their devices, even if another device is free."""
+    """New sequences are divided equally among the devices. All steps of a sequence are sent to its device."""
     model = Devices(3)
     begun = {sequence: model.send(sequence, BEGIN) for sequence in range(1, 7)}
     assert sorted(begun.values()) == [0, 0, 1, 1, 2, 2]
@@ -106,7 +106,10 @@ def test_a_sequence_stays_on_its_device() -> None:
 
 
 def test_sequences_that_begin_at_once_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences that begin at the same time get different devices: one thread waits until the other has chosen and noted its device."""
+    """Two sequences that begin at the same time get different devices.
+
+    One thread waits until the other thread has chosen a device and recorded it.
+    """
     model, devices = Devices(2), []
     homes = model.process.homes
     assert homes is not None
@@ -138,9 +141,9 @@ def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:
 
 
 def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
-    """After the end of its runtime, a step of a sequence goes to another device.
+    """If the runtime of a sequence's device has ended, the next step is sent to another device.
 
-    The sequence may begin again on any device with a runtime.
+    The sequence may begin again on any device that has a runtime.
     """
     model = Devices(2)
     home = model.send(1, BEGIN)
@@ -155,9 +158,9 @@ def test_after_the_runtimes_end_a_sequence_goes_elsewhere() -> None:
 
 
 def test_a_sequence_of_an_earlier_runtime_is_lost_until_it_begins_again() -> None:
-    """After a new runtime has started, steps of an old sequence go to its device, which must refuse them.
+    """When the device of a sequence has a new runtime, the sequence is lost, and its steps must be refused.
 
-    They do not keep it until it begins again.
+    These steps do not make it known again. Only a first step does.
     """
     model = Devices(1)
     model.send(1, BEGIN)
@@ -173,7 +176,10 @@ def test_a_sequence_of_an_earlier_runtime_is_lost_until_it_begins_again() -> Non
 
 
 def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> None:
-    """If a sequence's first step is submitted to another device after its runtime's end, its later steps go to that device, too."""
+    """The first step of a sequence has waited, because its device had no runtime, and is submitted to another device.
+
+    Later steps of the sequence are then sent to this device.
+    """
     model = Devices(2)
     home = model.send(1, BEGIN)
     model.kill(home)

@@ -1,4 +1,4 @@
-"""The connections of a session: what other threads may ask, and how a runtime that misbehaves is handled."""
+"""The connections of a session: the questions that any thread may ask, and a runtime that sends wrong frames or hangs."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 
 def test_any_thread_may_ask_whether_the_runtime_reads() -> None:
-    """A thread may ask whether the runtime reads, even while another thread waits until it can send."""
+    """A thread can find out whether the runtime reads, even while another thread waits until it can send a frame."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = RuntimeConnection(Greeted(ours, Receiver(ours), memoryview(bytes(16)).cast("Q"), 1))
     sent = 0
@@ -52,7 +52,10 @@ def test_descriptors_of_a_runtime_that_misbehaves_are_closed(frame: bytes) -> No
 
 
 def test_a_runtime_is_silent_only_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle runtime must make a round from time to time. A busy one must only notice the requests that were sent to it."""
+    """An idle runtime does not respond if the latest round of its loop is too long ago.
+
+    A busy runtime does not respond only if it has not noticed the requests that were sent to it.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         board = memoryview(bytearray(16)).cast("q")
@@ -76,9 +79,9 @@ def test_a_runtime_is_silent_only_after_some_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_memory_of_a_collected_array_serves_the_next_one() -> None:
-    """The memory of an array that was collected is used again.
+    """When an array is garbage-collected, its memory is used for the next array.
 
-    So a run that makes many arrays one after another needs memory for one.
+    So a run that makes many arrays one after another needs memory for only one array.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:

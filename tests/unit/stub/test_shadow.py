@@ -23,14 +23,14 @@ FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def response(value: float | None) -> FakeResponse:
-    """Return an answer with this value, or a failure if the value is None."""
+    """Return a response with this value, or a failure if the value is None."""
     if value is None:
         return FakeResponse([], FakeError("no", FakeError.INTERNAL))
     return FakeResponse([FakeTensor("y", np.full((1, 2), value, np.float32))])
 
 
 class Model:
-    """A model that gives one answer, in place or later, and counts the outcomes of comparisons."""
+    """A model that always gives the same answer, in place or later. It counts the outcomes of comparisons."""
 
     ready = True
 
@@ -98,9 +98,9 @@ def test_a_copy_is_compared_and_dropped(
 
 
 def test_clients_are_answered_without_a_thread_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no thread can start for the copies, clients still get their answers.
+    """If no thread can be started for the copies of requests, clients still get their answers.
 
-    The copies are compared after the next requests.
+    These copies are sent and compared when a later request has started the thread.
     """
     shadow, requests = Model(1.0), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(2)]
     alias = alias_of(Model(1.0), shadow)
@@ -152,7 +152,7 @@ def test_a_shadow_that_is_slow_gets_no_further_copies() -> None:
 
 
 def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the answers that wait for their copies take too much memory, or shared memory is scarce, requests are not copied."""
+    """Requests are not copied if answers that wait for comparison take too much memory, or if shared memory is scarce."""
     monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
     shadow, taken = Model(1.0), list[Any]()
     alias = alias_of(Model(1.0), shadow, taken.extend)
@@ -172,7 +172,7 @@ def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch
 
 
 def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared answers free their memory. So any number of requests is copied if few answers wait at a time."""
+    """A compared answer does not count as waiting any more, so later requests are still copied."""
     monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
     shadow, taken = Model(1.0), list[Any]()
     alias = alias_of(Model(1.0), shadow, taken.extend)
@@ -199,7 +199,10 @@ def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_answers_differ_by_more_than_rounding(value: Any, other: Any, dtype: str, *, differs: bool) -> None:
-    """Answers are equal if floats differ by at most a hundredth, bf16 by their values. All else must be the same."""
+    """Answers are equal if their floats differ by at most a hundredth. Values of bf16 are compared as floats.
+
+    Values of all other types must be the same.
+    """
     assert (differing({"y": value}, {"y": other}, {"y": dtype}) == "y") == differs
     assert differing({"y": value}, {}, {"y": dtype}) == "y"
     assert differing({}, {}, {"y": dtype}) == ""

@@ -17,7 +17,7 @@ SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 
 def ignored() -> None:
-    """Ignore that a span was added."""
+    """Do nothing when a span is added."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_invalid_context_is_no_failure(text: str) -> None:
 
 
 def test_an_open_span_is_the_parent_of_others() -> None:
-    """An open span gives its context to other requests and its children, so it is their parent."""
+    """An open span is the parent of its children, and of requests that are sent with its traceparent."""
     open_span = OpenSpan(Spans(ignored, Lock()), TRACE, PARENT)
 
     assert read_traceparent(open_span.traceparent) == (TRACE, open_span.id)
@@ -59,7 +59,7 @@ def test_an_open_span_is_the_parent_of_others() -> None:
 
 
 def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
-    """Without such a span, the parent comes from the request's parameter.
+    """The parent of a request's span is Triton's own span, or else the span in the request's parameter `traceparent`.
 
     If there is neither, or if the parent is not sampled, the request is not traced.
     """
@@ -78,7 +78,7 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TraceParent", "TRACEPARENT"])
 def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
-    """The name of the header may have any case. HTTP ignores the case, and Triton forwards the name as it was."""
+    """The header's name may be in upper or lower case, because HTTP ignores the case and Triton forwards names unchanged."""
     open_span = Spans(ignored, Lock()).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
 
     assert open_span is not None
@@ -97,7 +97,7 @@ def test_the_context_of_tritons_span_may_be_invalid(context: str) -> None:
 
 
 def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """If Triton has no traces, requests are not traced, and the log says so once."""
+    """If this Triton cannot report traces, requests are not traced, and the log says so once."""
     spans = Spans(ignored, Lock())
 
     assert spans.begin(object(), {}) is None

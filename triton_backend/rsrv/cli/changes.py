@@ -1,4 +1,4 @@
-"""Changes of settings on the command line. They are KEY=VALUE as in rsrv.yaml, and set fields of messages."""
+"""Changes of settings on the command line. A change has the form KEY=VALUE, as in rsrv.yaml, and sets a field of a message."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def set_field(message: Message, key: str, value: str) -> None:
 
 
 def shown(field: FieldDescriptor, value: Any) -> str:
-    """Return the value of a field as it is written in rsrv.yaml. The field is as in `set_field`."""
+    """Return the value of a field as it is written in rsrv.yaml. The field has an enum, a number or a truth value."""
     if field.enum_type is not None:
         return word(field.enum_type, value)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"

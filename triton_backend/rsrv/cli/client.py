@@ -64,7 +64,7 @@ def _fail(options: argparse.Namespace, text: str) -> int:
     return 1
 
 
-#: Cause and remedy of an error, by a part of gRPC's text about the connection.
+#: Causes and remedies of failed connections. The key is a part of gRPC's error text.
 _CAUSES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
@@ -94,7 +94,8 @@ def _explain(error: Any, address: str, server: "Server") -> str:
                 f"{address} does not know this command: it is not the control service, or not of this version "
                 f"({rsrv.__version__})"
             )
-        # This is for a single model. If there are several models or patterns, the service names the most similar model.
+        # Explain this error only if the command names a single model. For several models or patterns, the service itself names
+        # the most similar model.
         case grpc.StatusCode.NOT_FOUND if (
             isinstance(model := getattr(server.options, "model", ""), str) and model
         ):
@@ -111,7 +112,7 @@ class Server:
         self, channel: Any, messages: Any, stub: Callable[[Any], Any], options: argparse.Namespace
     ) -> None:
         content = _read(options, "token_file")
-        # Check the token here: a server has no other tokens, and gRPC's metadata must be ASCII.
+        # Check the token here, because no server has a token of another form, and gRPC's metadata must be ASCII.
         token = None if content is None else parse_token(content, options.token_file, "--token-file")
         self._messages = messages
         self.options = options
@@ -146,7 +147,8 @@ class Server:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return self.done(answer, "serving")
         why = ""
-        # The JSON output has no reasons. A service that does not serve may not answer GetStatus, either.
+        # The JSON output has no reasons, so GetStatus is not called for it. A service that does not serve may also fail to answer
+        # GetStatus.
         if not self.json:
             try:
                 why = reason(self.ask("GetStatus", self._messages.GetStatusRequest(model=model)))

@@ -79,7 +79,7 @@ def _stream(answers: Iterable[dict[str, Any]], signature: Any, options: argparse
     import numpy as np
 
     pieces: dict[str, list[Any]] = {}
-    #: A model that generates text has it in its first output.
+    #: First output. A model that generates text returns the text in this output.
     first = next(iter(signature.outputs.values()))
     is_line_open = False
     try:

@@ -14,7 +14,7 @@ def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
 
 
 def memory_page(answer: pb.GetMemoryResponse) -> None:
-    """Print the memory of each device and of its host copies: the budget, models, shared tensors, and free memory."""
+    """Print the use of each device's memory: the budget, the free memory, the host copies, the models and the shared tensors."""
     for at, device in enumerate(answer.devices):
         print(f"{chr(10) if at else ''}device {device.device}: {device.record.memory.name or 'none yet'}")
         print_pairs([(f"  {name}", text) for name, text in _budget(device)])
@@ -94,7 +94,7 @@ def shared_bytes(use: pb.MemoryUse, model: pb.ModelRecord) -> int:
 
 
 def shared_with_each(use: pb.MemoryUse) -> dict[str, list[str]]:
-    """Return the models that share tensors with each model."""
+    """Return, for each model that shares tensors, the other models that have some of its tensors."""
     sharers: dict[str, dict[str, None]] = {}
     for group in use.record.shared:
         for name in group.models:

@@ -11,7 +11,7 @@ from rsrv.control.sentences import MIN_PART_S, clock_time, history_lines, reques
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import duration
 
-#: Seconds between two checks of a history that is followed.
+#: With --follow, seconds between two requests for the history.
 _FOLLOW_S = 1.0
 #: Maximum number of lines in the table of slow requests.
 _MOST_SLOWEST = 25

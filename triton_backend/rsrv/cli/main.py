@@ -158,7 +158,7 @@ def parser() -> CommandParser:
     def command(name: str, help: str, *aliases: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, aliases=aliases)
         _add_connection(added, "server", "control.listen", hidden=True)
-        # The command may be called by an alias.
+        # Set the command's full name, because argparse would store the alias by which the command was called.
         added.set_defaults(command=name, bare=False)
         return added
 
@@ -595,9 +595,9 @@ def _add_gateway(gateway: argparse.ArgumentParser) -> None:
 
 
 def _add_connection(parser: argparse.ArgumentParser, kind: str, listen: str, *, hidden: bool = False) -> None:
-    """Add the options of all commands that ask a server or a gateway.
+    """Add the connection options, which all commands for a server or a gateway have.
 
-    If `hidden` is True, the help does not list them, but names the page that does.
+    If `hidden` is True, the command's help does not list these options, but names the help that lists them.
     """
     group = parser.add_argument_group("connection")
     if hidden:

@@ -133,9 +133,10 @@ def print_section(rows: Collection[Row], columns: Mapping[str, Callable[[Row], s
 
 
 def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the columns to show in a terminal of this width. Columns without a value, and then later columns, are left out.
+    """Return the numbers of the columns to show in a terminal of this width.
 
-    If the last column of the table has long texts, it may wrap, and is kept.
+    If not all columns fit, leave out columns without any value, and then the last columns. But if the last column has long texts,
+    keep it, because its texts can be wrapped.
     """
     least = [*widths[:-1], min(widths[-1], _WRAPPED)]
     shown = list(range(len(widths)))
@@ -160,7 +161,7 @@ _WRAPPED = 24
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Print a line for each pair, with the second parts below each other."""
+    """Print a line for each pair. The second parts of all pairs are aligned."""
     width = max(len(name) for name, _ in pairs)
     for name, text in pairs:
         print(f"{name.ljust(width)}  {text}")

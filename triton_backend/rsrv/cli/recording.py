@@ -27,7 +27,8 @@ _POLL_S = 0.5
 _GONE_S = 60.0
 #: Seconds between two lines about the progress if the output is not a terminal.
 _LINE_S = 10.0
-#: If there were at least this many executions of a size, their mean is its cost. Otherwise, it is the scheduler's estimate.
+#: The cost of a batch size is the mean duration of its recorded executions if there are at least this many. Otherwise, it is the
+#: scheduler's estimate.
 _ENOUGH = 10
 #: Cost of models whose requests all ended without an execution, in seconds.
 _NEVER_EXECUTED_S = 1e-6
@@ -44,7 +45,7 @@ class Recording:
         self.counts: Counter[str] = Counter()
         #: Number of requests that the server forgot before they were read.
         self.lost = 0
-        #: Number of times that a runtime was replaced. Some requests before and after each of these times are not known.
+        #: Number of times that a runtime was replaced. Some requests shortly before and after each replacement are not known.
         self.replaced = 0
         #: Unix time of the first request, by the server's clock.
         self.began: float | None = None
@@ -56,7 +57,7 @@ class Recording:
         return pb.GetArrivalsRequest(positions=self._positions.values())
 
     def begin(self, answer: pb.GetArrivalsResponse) -> bool:
-        """Skip the requests that came before the record. `answer` has some of them. Return False if the server has more of them."""
+        """Skip the requests in `answer`, which arrived before the recording. Return False if there are more such requests."""
         self._positions = {position.device: position for position in answer.positions}
         return all(position.next >= position.end for position in answer.positions)
 
@@ -75,7 +76,7 @@ class Recording:
         return [self._row(request) for request in requests]
 
     def _row(self, request: pb.Arrival) -> tuple[str | int, ...]:
-        # A later answer may have a request of another device that came before `began`. Its time is 0.
+        # A later answer may have a request of another device that arrived before `began`. Set its time to 0.
         t = max(0.0, request.unix_s - (self.began or 0.0))
         self.counts[request.model] += 1
         self.seconds = max(self.seconds, t)
@@ -85,7 +86,7 @@ class Recording:
 
 
 def run_record(server: Server) -> int:
-    """Write requests until Ctrl-C or SIGTERM, or for `--seconds`. Then write the scenario."""
+    """Write the server's requests to the trace until Ctrl-C or SIGTERM, or for `--seconds`. Then write the scenario."""
     path: Path = server.options.output
     scenario = path.with_suffix(".yaml")
     if path.suffix != ".csv":
@@ -241,7 +242,7 @@ def _settings(scheduler: pb.Scheduler) -> dict[str, Any]:
 def _model(
     model: pb.ModelStatus, shares: Mapping[str, int], measured: Mapping[tuple[str, int], Sequence[float]]
 ) -> dict[str, Any] | None:
-    """Return the keys of a model. None: the model never executed."""
+    """Return the keys of a model in the scenario, or None if the model never executed."""
     variants: dict[int, dict[int, float]] = {}
     single, jitters = len({executable.variant for executable in model.record.executables}) == 1, []
     for executable in model.record.executables:

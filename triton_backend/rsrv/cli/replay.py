@@ -44,8 +44,8 @@ _LOST_S = 120.0
 _LINE_S = 10.0
 #: Tag in the error of a request whose deadline has passed. Triton has no code for this.
 _EXPIRED = "[rsrv:DEADLINE]"
-#: Matches the texts of refusals by rsrv and by Triton's queue. Their code, UNAVAILABLE, is also gRPC's code for a server that
-#: is gone.
+#: Matches the error texts of requests that rsrv or Triton's queue refused. The code of these errors, UNAVAILABLE, does not show a
+#: refusal, because gRPC also uses it if there is no server.
 _REFUSED = re.compile(r"\[rsrv:|maximum queue size")
 _OUTCOMES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.EXPIRED,
@@ -63,11 +63,11 @@ class Replayed(NamedTuple):
 
     requests: Sequence[RequestRecord]
     sent: Sequence[RequestKeys]
-    #: Delays with which requests were sent, in seconds, in ascending order.
+    #: By how many seconds each request was sent too late, in ascending order.
     late: Sequence[float]
     #: First error of each model, except for missed deadlines.
     errors: Mapping[str, str]
-    #: Number of requests of each model that cannot be made, and the reason.
+    #: For each model with requests that cannot be made, the number of these requests, and the reason.
     unsent: Mapping[str, tuple[int, str]]
 
 
@@ -292,7 +292,7 @@ def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequenc
 
 
 def front_seconds(records: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:
-    """Return the median of the seconds by which answers came later than simulated. It is negative if they came sooner."""
+    """Return the median of real minus simulated latencies in seconds. It is negative if real answers came sooner."""
     late = sorted(
         (real.ended - real.arrived) - (simulated.ended - simulated.arrived)
         for real, simulated in zip(records, expected, strict=True)
@@ -356,7 +356,7 @@ def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
-    """Return a table with a line for each model, the one with the most requests first, and a line for all models."""
+    """Return the report as a table. It has a line for each model, with the most requests first, and a line for all models."""
     both = report(replayed, expected)
     real, beside = both["replayed"], both.get("simulated")
     total = real["total"]

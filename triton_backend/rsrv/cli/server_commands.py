@@ -76,7 +76,7 @@ def _watch_status(server: Server) -> NoReturn:
         try:
             status = _ask_status(server)
         except grpc.RpcError as error:
-            # Ask again later, because the next runtime may answer.
+            # Try again at the next update, because a new runtime may answer.
             status = None
             print(one_line(error.details() or error.code().name), file=sys.stderr, flush=True)
 
@@ -88,7 +88,7 @@ def _ask_status(server: Server) -> _StatusPage:
         answer = server.ask("GetStatus", pb.GetStatusRequest())
         aliases = [alias for alias in answer.aliases if fnmatchcase(alias.name, model)]
         behind = {target.model for alias in aliases for target in alias.targets}
-        # The models behind an alias are shown with it.
+        # Also show the models behind a matching alias.
         models, metas, failures = (
             [shown for shown in kind if shown.name in behind or fnmatchcase(shown.name, model)]
             for kind in (answer.models, answer.metas, answer.failures)
@@ -281,7 +281,7 @@ def _policy(server: Server) -> int:
 def _scheduler(server: Server) -> int:
     changes = pb.Scheduler()
     for key, value in map(key_and_value, server.options.changes):
-        # In the message, 0 stands for null.
+        # The depth may be null in rsrv.yaml. In the message, 0 stands for null.
         set_field(changes, key, "0" if (key, value) == ("depth", "null") else value)
     answer = server.ask("SetScheduler", pb.SetSchedulerRequest(scheduler=changes))
     return server.show(answer, pages.scheduler_page)

@@ -1,4 +1,4 @@
-"""Prints the control service's answers for people."""
+"""Functions that print the control service's answers for people."""
 
 import time
 from collections import Counter
@@ -16,7 +16,7 @@ from rsrv.text import amount, duration, one_line, some
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
-    """Print the server, a line for each model that is not cold and each meta model, and the failures."""
+    """Print the server, the models that are neither cold nor asleep, the meta models, the aliases and the failures."""
     _print_server(answer)
     where = lives(answer)
     models_table(answer, [model for model in answer.models if where[model.name] not in ("cold", "asleep")])
@@ -25,7 +25,7 @@ def status_page(answer: pb.GetStatusResponse) -> None:
 
 
 def pattern_page(answer: pb.GetStatusResponse) -> None:
-    """Print a line for each model that matches a pattern, and the failures."""
+    """Print the models, meta models and aliases that match a pattern, and the failures."""
     models_table(answer, answer.models)
     _print_aliases(answer)
     _print_failures(answer)
@@ -351,7 +351,10 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
 
 
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
-    """Return the text about the bytes of weights that only this model has, and about the bytes that it shares with others."""
+    """Return a text with the bytes of weights that only this model has, and the bytes that it shares with other models.
+
+    The text is empty if the model shares no tensors.
+    """
     for use in () if memory is None else memory.devices:
         for model in use.record.models:
             if model.name == name and (sharers := shared_with_each(use).get(name)):
@@ -361,7 +364,10 @@ def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
 
 
 def _places(model: pb.ModelStatus) -> str:
-    """Return the text about the devices that have a model's weights. Empty if the model is on only one device."""
+    """Return a text that lists the devices with a model's weights.
+
+    It is empty if no device has the weights, or if only one device knows the model.
+    """
     holders = _holders(model)
     return f" on device {', '.join(holders)}" if holders and len(model.devices) > 1 else ""
 
@@ -400,14 +406,14 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
 
 
 def _precision(precision: pb.Precision) -> str:
-    """Return the counts of products by precision that are not 0. docs/exporting.md explains the names."""
+    """Return a text with the number of products of each precision, if it is not 0. docs/exporting.md explains the names."""
     counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
     ungovernable = sorted(precision.ungovernable.items())
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
 def _count(answer: pb.GetStatusResponse) -> str:
-    """Return the number of models in each state. Details of states are left out."""
+    """Return a text with the number of models in each state. Details of states are left out."""
     metas = {meta.name for meta in answer.metas}
     counts = Counter(text.partition(",")[0] for name, text in lives(answer).items() if name not in metas)
     text = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))

@@ -19,11 +19,11 @@ from rsrv.text import amount, duration, one_line, percent, printable, rate
 
 #: Seconds between two blocks of lines without a terminal.
 _BLOCK_INTERVAL_S = 5.0
-#: Maximum number of models in such a block.
+#: Maximum number of models, and of models behind aliases, in a block of lines.
 _MAX_MODELS = 10
 #: Maximum number of events below the table on a terminal.
 _MAX_EVENTS = 6
-#: Width in characters of the bar for a device's whole time, and of the chart of a model's latest rates.
+#: Width in characters of the bar that shows a model's share of the device's time, and of the chart of a model's latest rates.
 _BAR = 10
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HEAD = ("MODEL", "STATE", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
@@ -31,7 +31,7 @@ _SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
 #: Only terminals with at least this many characters per line show the columns in _IF_WIDE.
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
-#: With fewer characters a line, show only these columns, and no bar.
+#: Terminals with fewer characters per line show only the columns in _IF_NARROW, and no bar.
 _NARROW = 80
 _IF_NARROW = ("MODEL", "REQUESTS", "DEVICE", "P99")
 
@@ -48,7 +48,7 @@ class ModelRow(NamedTuple):
     several: bool = False
 
     def values(self) -> tuple[str | float, ...]:
-        """Return the values by which the columns of `cells` are sorted."""
+        """Return the values by which rows are sorted: one for each column of `cells`."""
         model, cells = self.model, self.cells()
         numbers = (model["bytes"], model["queued"], model["executing"], self.rate, self.share, model["p99_s"])
         return (*cells[:2], *(number or 0.0 for number in (*numbers, model["loads"], model["errors"])))
@@ -166,7 +166,7 @@ class Top:
         return [row for row in self.rows if self.filter in row.model["name"]]
 
     def sparks(self, row: ModelRow) -> str:
-        """Return the latest rates of a model as a line, relative to the highest."""
+        """Return a chart of a model's latest rates in one line of text. The highest rate has the full height."""
         rates = self.rates[row.model["name"]]
         most = max(rates) or 1.0
         return "".join(_SPARKS[ceil(8 * rate / most)] for rate in rates)
@@ -179,12 +179,16 @@ class Top:
         return f"q quit   s sort by the next column   r reverse   / filter by name{shown}"
 
     def headlines(self) -> list[str]:
-        """Return the lines above the table: one for a single device, or one for each device and one for all models."""
+        """Return the lines above the table.
+
+        These are the severest finding, if any, and a line about a single device and the models. With several devices, each device
+        has a line, and the models have another one.
+        """
         if not self.state["up"]:
             return [one_line(self.state["why"])]
         devices = self.state["devices"]
         busy = {device["number"]: _busy(self._before, self.state, device) for device in devices}
-        # Do not add the figures of the devices, because runtimes share their host memory.
+        # Take the largest figure instead of the sum over the devices, because the runtimes share their host copies.
         host = amount(max((device.get("host", 0) for device in devices), default=0))
         models = (
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
@@ -221,7 +225,7 @@ def _asleep(device: dict[str, Any]) -> str:
 
 
 def _weights(device: dict[str, Any]) -> str:
-    """Return the text about a device's weights and a GPU's memory. Empty while the runtime is down."""
+    """Return a text about the weights on a device, and about the memory of a GPU. Empty while the runtime is down."""
     if "held" not in device:
         return ""
     of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
@@ -330,7 +334,7 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
 
 
 def _forward(events: Iterable[tuple[str, str]], inbox: "SimpleQueue[tuple[str, Any]]") -> None:
-    """Put each event into the inbox, and at the end `end`, with the error if there was one."""
+    """Put each event into the inbox. At the end, put the event `end` with the error that ended the stream, or None."""
     try:
         for event in events:
             inbox.put(event)
@@ -364,7 +368,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 
 
 def to_screen(top: Top) -> Any:
-    """Return the headline, the table with a bar for each share of the device, the latest events, and the keys."""
+    """Return the headlines, the table with the aliases and models, the latest events, and the explanation of the keys."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -402,7 +406,7 @@ def to_screen(top: Top) -> Any:
             cells[_RATE] = f"{top.sparks(row):>{_BAR}} {cells[_RATE]:>6}"
         texts = (Text(cells[at], no_wrap=True, overflow="ellipsis") for at in shown)
         table.add_row(*texts, style="bold" if row.model["error"] else None)
-    # Do not wrap events, because there is room for one line each.
+    # Do not wrap events, because `room` was computed with one line for each event.
     lines = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in (*map(_line, events), *keys)]
     return Group(*(Text(line, "bold") for line in heads), table, *lines)
 
@@ -415,7 +419,7 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             print(_line(top.log[-1]), flush=True)
         if not new:
             continue
-        # Do not print the first state, because it has no rates. Print the second one, and then one every few seconds.
+        # Do not print the first state, because it has no rates. Print the second state, and then one state every few seconds.
         at = top.state["t"]
         if next_at is None and top.state["up"]:
             next_at = at

@@ -1,6 +1,6 @@
-"""A client for data sets. Each request has one deadline.
+"""A client for single requests and for data sets. A request has one deadline for all its attempts.
 
-The client retries when the server asks for it, and adapts the number of requests in flight to the throughput.
+The client retries a request when the server asks for a retry, and adapts the number of requests in flight to the throughput.
 
 It needs the extra `client`: tritonclient and numpy.
 """

@@ -36,10 +36,10 @@ from rsrv.client.transport import Answers, AttemptFailed, InferRequest, InferTen
 #: Default limit in seconds for a request with all its attempts.
 TIMEOUT_S = 60.0
 
-#: Maximum number of answers that wait for the answers to earlier rows, for each request that may be in flight. While there are this
-#: many, the client sends no further request.
+#: With `ordered`, an answer waits until all earlier rows are answered. While this many answers wait for each request that may be
+#: in flight, the client sends no further request.
 EARLY = 4
-#: Maximum number of bytes of rows in flight and of waiting answers. While there are this many, the client sends no further request.
+#: While the rows in flight and the waiting answers have at least this many bytes, the client sends no further request.
 HELD_BYTES = 256 << 20
 
 P = ParamSpec("P")
@@ -97,7 +97,7 @@ class Answered(NamedTuple):
 
 
 class AsyncClient:
-    """A client for asyncio. One event loop uses it."""
+    """A client for asyncio. Use each client in only one event loop."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class AsyncClient:
         return "shared memory" if self._regions.is_used else f"bytes ({self._regions.reason})"
 
     async def probe(self) -> str:
-        """Try shared memory, unless a request has already tried it. Return `transport`."""
+        """Try shared memory, unless an earlier attempt has shown that it is unusable. Return `transport`."""
         if region := await self._regions.take(LEAST_BYTES):
             self._regions.give_back(region)
         return self.transport
@@ -291,7 +291,8 @@ class AsyncClient:
         limit = InFlightLimit(time.monotonic(), in_flight)
         #: Tasks that have ended: tasks of requests, and the task that reads the next rows.
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-        #: Requests whose answers were not yielded yet, in the order of the rows, with the bytes of their rows or of their answers.
+        #: Requests whose answers were not yielded yet, in the order of the rows. The value is the size of the request's rows in
+        #: bytes, and later the size of its answer.
         held: dict[asyncio.Task[Answered], int] = {}
         #: Number of requests in flight.
         running = 0
@@ -307,7 +308,7 @@ class AsyncClient:
 
         try:
             while True:
-                # This bounds the memory of requests, and of answers that wait for earlier ones.
+                # Read further rows only below these limits. They bound the memory of requests and of waiting answers.
                 if (
                     not (reading or exhausted)
                     and running < limit.limit
@@ -338,7 +339,7 @@ class AsyncClient:
                     del held[task]
                     yield answered
                     continue
-                # An answer may have been yielded before its task was taken from the queue.
+                # If the task is not in `held`, the loop below has already yielded its answer.
                 if task in held:
                     held[task] = size_of(answered.outputs)
                 while held and (first := next(iter(held))).done():
@@ -381,7 +382,7 @@ class AsyncClient:
         placement = Placement(signature, request)
         region = await self._regions.take(placement.size, deadline - time.monotonic())
         encoded = self._connection.encode(placement.write(region) if region else request)
-        #: False if the server may still use the region, because an attempt had no answer.
+        #: False while an attempt runs, and after an attempt without an answer: the server may then still use the region.
         is_free = True
 
         async def attempt(seconds: float) -> Sequence[InferTensor]:
@@ -396,8 +397,8 @@ class AsyncClient:
             else:
                 is_free = was_free
                 return placement.read(outputs, region) if region else outputs
-            # The server has restarted, and has no regions any more. It did no work for the request. So even a step of a sequence
-            # may be sent again.
+            # The server has restarted and lost its regions. It refused the request without working on it, so even a step of a
+            # sequence may be sent again.
             self._regions.forget(region)
             region, encoded = None, self._connection.encode(request)
             return await self._connection.infer(encoded, deadline - time.monotonic())
@@ -420,7 +421,10 @@ class AsyncClient:
         repeatable: bool = True,
         limit: InFlightLimit | None = None,
     ) -> T:
-        """Return the result of the first attempt that does not fail. `attempt` takes the seconds that are left."""
+        """Call `attempt` until it succeeds, and return its result. Raise RequestError if a failure is not worth another attempt.
+
+        The argument of `attempt` is the number of seconds until the deadline.
+        """
         attempts = 0
         while True:
             attempts += 1
@@ -514,7 +518,7 @@ async def _next(values: AsyncIterator[T]) -> T | None:
 
 
 async def _ended(answers: AsyncGenerator[Any, None]) -> None:
-    """Close the answers. If Ctrl-C has cancelled a call, wait first until the call has ended."""
+    """Close the generator `answers`. If Ctrl-C has cancelled a call of the generator, first wait until that call has ended."""
     while inspect.isasyncgen(answers) and answers.ag_running:
         await asyncio.sleep(0.001)
     await answers.aclose()
@@ -557,7 +561,7 @@ class Client:
         except BaseException:
             self._end()
             raise
-        # Also release the memory that the server shares if the program ends without closing its client.
+        # If the program ends without closing the client, close it then, so that the server unmaps the shared memory.
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -597,7 +601,7 @@ class Client:
             while (value := self._wait(_next(values))) is not None:
                 yield value
         finally:
-            # `close` has cancelled the generator's tasks, and the loop runs no further tasks.
+            # If the client is closed, do nothing: `close` has cancelled the generator's tasks, and the loop no longer runs tasks.
             if not self._is_closed:
                 self._wait(_ended(values))
 

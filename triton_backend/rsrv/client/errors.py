@@ -20,7 +20,7 @@ class RequestError(Exception):
         self.rows: tuple[int, int] | None = None
 
     def add_rows(self, start: int, stop: int) -> None:
-        """Record which rows of the data set the request had, and put them before the text."""
+        """Record which rows of the data set the request had, and name these rows at the beginning of the text."""
         self.rows = start, stop
         self.args = (f"rows {start} to {stop - 1}: {self}",)
 

@@ -16,7 +16,7 @@ GAIN: Final = 1.08
 ROUND_ANSWERS = 3
 #: Shortest duration of a round.
 ROUND_S = 0.1
-#: Number of rounds until a larger limit is tried again.
+#: Number of rounds in which the limit is kept before a larger one is tried again.
 HOLD_ROUNDS: Final = 20
 
 
@@ -24,7 +24,7 @@ class InFlightLimit:
     """The limit of requests in flight of one data set."""
 
     def __init__(self, now: float, fixed: int | None = None) -> None:
-        """`fixed` is the caller's limit. A full queue still halves it for a time."""
+        """`fixed` is the caller's limit. A full queue of the server halves even this limit for a time."""
         #: Maximum number of requests in flight.
         self.limit: int = fixed or FIRST
         self._most = fixed or MOST
@@ -32,8 +32,8 @@ class InFlightLimit:
         self._best = 0.0
         #: The best limit so far.
         self._best_limit = self.limit
-        #: Number of rounds until a larger limit is tried. 0: the limit was just raised, and the round shows whether that was worth
-        #: it.
+        #: Number of rounds until a larger limit is tried. 0: the limit was raised for this round, and the throughput of the round
+        #: decides whether the larger limit is kept.
         self._hold = 0
         self._refused_at = -1.0
         self._begin(now)
@@ -51,7 +51,7 @@ class InFlightLimit:
             self._begin(now)
 
     def refused(self, now: float) -> None:
-        """Count an answer that reports a full queue of the server. Refusals of the same moment count once."""
+        """Halve the limit, because the server's queue is full. Ignore further refusals within `ROUND_S`."""
         if now - self._refused_at < ROUND_S:
             return
         self._refused_at = now
@@ -63,18 +63,20 @@ class InFlightLimit:
         """Begin a round."""
         self._start = now
         self._rows: int = 0
-        #: Number of answers. It begins below 0, because the first answers are to requests that were sent under the previous limit.
+        #: Number of answers in this round. It begins below 0, because the first answers belong to requests that were sent before
+        #: the round, and do not count.
         self._answers: int = -self.limit
 
     def _end(self, throughput: float) -> None:
-        """Choose the limit of the next round by the throughput of this one."""
+        """End a round. Choose the limit of the next round by the throughput of this round, in rows per second."""
         if self._hold > 1:
             self._hold -= 1
         elif self._hold == 0 and throughput < self._best * GAIN:
             self.limit = self._best_limit
             self._hold = HOLD_ROUNDS
         else:
-            # After a hold, the load of the server may have changed. So compare with its current throughput.
+            # The throughput has grown, or a hold ends. The load of the server may have changed during a hold, so this round's
+            # throughput becomes the new reference.
             self._best, self._best_limit = throughput, self.limit
             self.limit = min(self._most, self.limit * 2)
             self._hold = 0 if self.limit > self._best_limit else HOLD_ROUNDS

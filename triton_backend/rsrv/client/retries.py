@@ -1,16 +1,16 @@
-"""The decision whether a failed request is sent again, and when. It is pure: the time and the chance are arguments."""
+"""Decide whether a failed request is sent again, and when. The module is pure: the time and a random number are arguments."""
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-#: First pause before a repetition, in seconds. It doubles up to the maximum.
+#: Seconds before the first retry, and maximum pause in seconds. The pause doubles with each attempt.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
-#: Largest random share added to a pause, so that clients that were refused together do not return together.
+#: A pause is prolonged by a random share of up to this, so that clients that were refused together do not retry together.
 SPREAD: Final = 0.25
 
-#: An error's tag. Ensembles and models that call other models put their own names before it.
+#: Matches the tag in an error's text. It need not be at the start: ensembles and meta models put the names of models before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 _AFTER = re.compile(r"retry after (\d+) ms")
 #: Triton's text about a model that it does not serve at the moment. Some releases send it as INVALID_ARGUMENT.
@@ -31,17 +31,17 @@ class Code(StrEnum):
     OTHER = "refused"
 
 
-#: Tags of failures that end by themselves. Other tags stand for failures that a repetition does not cure.
+#: Tags of temporary failures. Failures with other tags are not cured by a retry.
 RETRIED_TAGS: Final = frozenset({"QUEUE_FULL", "STARTING", "RUNTIME_DOWN", "PAUSED"})
-#: Codes of failures without a tag that may come from the connection alone.
+#: Failures with these codes and without a tag may come from the connection. The server may then still work on the request.
 _NO_ANSWERS: Final = frozenset({Code.CONNECTION, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED})
-#: Codes of failures without a tag that end by themselves.
+#: Codes of temporary failures, if the error has no tag.
 RETRIED_CODES: Final = frozenset({Code.CONNECTION, Code.UNAVAILABLE})
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer that is an error, or no answer."""
+    """Failure of an attempt: the server answered with an error, or did not answer."""
 
     code: Code
     text: str
@@ -54,7 +54,7 @@ class Failure:
 
     @property
     def after_s(self) -> float | None:
-        """Seconds after which the server asks for a retry, or None if it names no time."""
+        """Seconds to wait before a retry, if the server has named a time, and otherwise None."""
         match = _AFTER.search(self.text)
         return int(match[1]) / 1000 if match else None
 
@@ -101,7 +101,7 @@ def decide(
 
 
 def _may_pass(failure: Failure, reached: bool, served: bool) -> bool:
-    """Return whether the failure ends by itself."""
+    """Return whether the failure is temporary."""
     if failure.tag:
         return failure.tag in RETRIED_TAGS
     if failure.code is Code.NOT_FOUND or _UNKNOWN_MODEL in failure.text:

@@ -13,14 +13,14 @@ from rsrv.client.errors import InputError
 from rsrv.client.signature import Array, ModelSignature, as_array
 from rsrv.extras import install_command
 
-#: Maximum number of bytes of a request if the caller does not set its number of rows. Larger requests are no faster, and
-#: delay other clients.
+#: If the caller does not set the number of rows per request, a request has at most this many bytes. Larger requests are no
+#: faster, and delay other clients.
 REQUEST_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """The rows of a data set from `start` up to, but not including, `stop`, as the values of a request by input."""
+    """The rows of a data set from `start` up to, but not including, `stop`. They become one request with the inputs `values`."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ def batches(
 
 
 def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
-    """Return the columns by tensor, or None if `rows` yields single rows.
+    """Return the columns of the data set by the names of the model's inputs, or None if `rows` is an iterable of rows.
 
     Raises InputError if a column is missing, or if the lengths of columns differ.
     """
@@ -99,7 +99,7 @@ class RowGrouping:
         self._pending: list[dict[str, Array]] = []
 
     def add(self, row: Any) -> RowBatch | None:
-        """Take a row. Return a request if one is complete. Raises InputError."""
+        """Add a row. Return a request if this completes one, and otherwise None. Raises InputError."""
         arrays = _row(self._signature, row, self._count)
         if self._most is None:
             self._most = _fitting(self._signature, {name: array[None] for name, array in arrays.items()})

@@ -94,7 +94,7 @@ class PartialFile:
         self.rows = answered.stop
 
     def answers(self) -> Iterator[tuple[int, dict[str, Array]]]:
-        """Yield the answers in the order of their rows, each with the row after its last one. End at an incomplete record."""
+        """Yield the answers in the order of their rows, each with the number of the next row. End at an incomplete record."""
         self._file.seek(0)
         self._file.readline()
         while (line := self._file.readline()).endswith(b"\n"):
@@ -192,7 +192,7 @@ def _write_parquet(partial: PartialFile, path: Path) -> None:
 
 
 def _plain(array: Array) -> Array:
-    """Return bfloat16 as float32, because numpy's and other files cannot hold it."""
+    """Convert bfloat16 to float32, because none of the file formats has bfloat16."""
     return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 

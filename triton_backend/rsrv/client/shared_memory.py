@@ -31,7 +31,7 @@ LEAST_BYTES: Final = 64 << 10
 STEP_BYTES: Final = 1 << 20
 #: Tensors begin at multiples of this offset in a region.
 ALIGN_BYTES: Final = 64
-#: Maximum size of a request that gets a new region, as a share of the free space in /dev/shm. The server's models also need space there.
+#: A new region is made only for requests of at most this share of the free space in /dev/shm, which the server's models also use.
 SHARE: Final = 0.25
 #: Limit in seconds for each call about a region.
 CALL_S: Final = 5.0
@@ -70,13 +70,13 @@ class Regions:
     """The regions of one client. Requests reuse regions, so there are as many regions as requests in flight."""
 
     def __init__(self, connection: ServerConnection, unusable: str = "") -> None:
-        """`unusable`: why no request may use shared memory."""
+        """`unusable` is the reason why no request may use shared memory, or empty if requests may use it."""
         self._connection = connection
         self._free: list[Region] = []
         #: Names of all regions that the server may have mapped.
         self._registered: set[str] = set()
-        #: Names of registered regions that no request gets any more. The server may still use them for a request that it did not
-        #: answer.
+        #: Names of registered regions that no request gets any more: regions that were too small, and regions of unanswered
+        #: requests, which the server may still use.
         self._abandoned: list[str] = []
         #: Why requests are sent as bytes.
         self.reason = unusable or "no request was large enough for shared memory"
@@ -85,13 +85,13 @@ class Regions:
 
     @property
     def is_used(self) -> bool:
-        """True if requests have used shared memory."""
+        """True if the server has mapped a region of this client, or may have."""
         return bool(self._registered)
 
     async def take(self, size: int, seconds: float = CALL_S) -> Region | None:
         """Return a region of at least `size` bytes, or None if the request must be sent as bytes.
 
-        `seconds` is the time that the request has left.
+        `seconds` is the time until the request's deadline.
         """
         if self._off or size < LEAST_BYTES:
             return None
@@ -105,19 +105,19 @@ class Regions:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             region = Region(-(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
-            # Later requests still try shared memory if earlier regions fitted, because /dev/shm may have room again.
+            # If there are registered regions, later requests still try shared memory, because /dev/shm may have space again.
             self._off = self._off or not self._registered
             self.reason = f"/dev/shm: {error.strerror}"
             return None
         if self._free:
-            # Abandon a region that is too small. Otherwise, each larger request would add a region.
+            # All free regions are too small. Abandon one of them, so that larger requests do not increase the number of regions.
             self._abandoned.insert(0, self._free.pop(0).name)
         try:
             return await self._register(region, min(seconds, CALL_S))
         except AttemptFailed as error:
             code = error.failure.code
             is_refused = code not in (Code.CONNECTION, Code.DEADLINE_EXCEEDED)
-            # Try again after a broken connection, and after a call that had too little time.
+            # Later requests try shared memory again only if the connection was broken, or if the request's deadline was too near.
             self._off = self._off or is_refused or (code is Code.DEADLINE_EXCEEDED and seconds >= CALL_S)
             self.reason = f"{'the server refuses shared memory' if is_refused else code}: {error}"
             return None
@@ -125,9 +125,12 @@ class Regions:
             region.unlink()
 
     async def _register(self, region: Region, seconds: float) -> Region | None:
-        """Let the server map a new region. Return None if the server still uses an abandoned region. Raises AttemptFailed."""
+        """Register a new region, in exchange for an abandoned region if there is one. Raises AttemptFailed.
+
+        Return the new region, or None if the server still uses the abandoned region.
+        """
         if self._abandoned:
-            # The new region replaces an abandoned one, so that their number stays small.
+            # Unregister an abandoned region first, so that the number of registered regions does not grow.
             name = self._abandoned.pop(0)
             try:
                 await self._connection.unregister(name, seconds)
@@ -161,12 +164,12 @@ class Regions:
             self._abandoned.append(region.name)
 
     def forget(self, region: Region) -> None:
-        """Abandon all regions, because the server did not know `region`: it has restarted, and has no regions any more."""
+        """Abandon all regions. The caller has found that the server does not know `region`, so the server must have restarted."""
         self._abandoned += [region.name, *(free.name for free in self._free)]
         self._free.clear()
 
     async def close(self) -> None:
-        """Unregister all regions. Regions of unanswered requests may still be in use; wait up to `CALL_S` for them."""
+        """Unregister all regions. If the server still uses some for unanswered requests, wait for them for up to `CALL_S`."""
         self.reason, self._off = "the client is closed", True
         self._free.clear()
         self._abandoned.clear()
@@ -209,7 +212,7 @@ def _start_time(pid: int) -> int:
 
 
 class Placement:
-    """Where the tensors of a request are in its region: the inputs, then the outputs if their sizes are known."""
+    """Positions of a request's tensors in its region: first the inputs, and then the outputs if all their sizes are known."""
 
     def __init__(self, signature: ModelSignature, request: InferRequest) -> None:
         self._request = request
@@ -240,7 +243,7 @@ class Placement:
         return replace(self._request, inputs=inputs, outputs=outputs)
 
     def read(self, outputs: Sequence[InferTensor], region: Region) -> list[InferTensor]:
-        """Return the outputs. Copy the outputs in the region, because later requests reuse it."""
+        """Return the outputs. Outputs in the region are copied, because later requests reuse the region."""
         return [
             replace(output, content=self._copied(output, region)) if output.name in self._outputs else output
             for output in outputs
@@ -252,7 +255,7 @@ class Placement:
 
 
 def _bytes(datatype: str, shape: Sequence[int]) -> int | None:
-    """Return the number of bytes of a tensor, or None if it depends on the contents."""
+    """Return the number of bytes of a tensor, or None if the number depends on the tensor's contents."""
     if datatype == "BYTES" or min(shape, default=0) < 0:
         return None
     itemsize = 2 if datatype == "BF16" else np.dtype(triton_to_np_dtype(datatype)).itemsize

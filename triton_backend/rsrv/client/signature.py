@@ -1,4 +1,4 @@
-"""What a model takes and returns, from its configuration, and the check of inputs against it."""
+"""The inputs and outputs of a model, read from its configuration, and the conversion and check of a request's inputs."""
 
 import json
 import math
@@ -35,7 +35,7 @@ class ModelTask:
     #: Names of tensors by role.
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
-    #: Names of the columns of `scores`.
+    #: Labels of the columns of the output with the role `scores`.
     labels: Sequence[str] = ()
 
 
@@ -56,7 +56,7 @@ class ModelSignature:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSignature":
-        """Return the signature in Triton's configuration of a model, which is given in its JSON form."""
+        """Return the signature of a model from its Triton configuration in JSON form."""
         task = json.loads(config.get("parameters", {}).get("task", {}).get("string_value", "{}"))
         return cls(
             config["name"],
@@ -120,7 +120,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
             raise InputError(f"input {spec.name}: expected texts or bytes; a value is missing")
     elif isinstance(value, np.ndarray) and value.dtype != object:
         array = value
-        # Accept arrays of the type bfloat16, which not every release of tritonclient knows.
+        # Accept arrays of bfloat16 even if this release of tritonclient maps BF16 to another type.
         if array.dtype != expected and not (spec.datatype == "BF16" and array.dtype.name == "bfloat16"):
             raise InputError(
                 f"input {spec.name}: expected {expected}, got {array.dtype}; convert it with .astype({expected.name!r})"
@@ -133,7 +133,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
             raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
     dims = ((-1,) if has_rows else ()) + spec.dims
     if array.ndim < len(dims) and set(spec.dims) <= {1, -1} and array.ndim <= has_rows:
-        # Each row is a single number or text. The model's other axes have the length 1.
+        # Each row is a single number or text. Add the model's other axes, which have the length 1.
         array = array.reshape((-1,) * has_rows + (1,) * len(spec.dims))
     if array.ndim != len(dims) or any(
         dim not in (-1, size) for dim, size in zip(dims, array.shape, strict=True)
@@ -144,7 +144,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value in a column of texts stands for a missing text, such as None and NaN."""
+    """Return whether a value in a column of texts, such as None or NaN, stands for a missing text."""
     if isinstance(value, float):
         return math.isnan(value)
     return not isinstance(value, (str, bytes, int, np.generic))

@@ -17,12 +17,12 @@ from rsrv.client.errors import InputError
 from rsrv.client.retries import Code, Failure
 from rsrv.client.signature import Array, from_bytes
 
-#: gRPC's texts about failed connections. Their code is UNAVAILABLE, which servers also send.
+#: Matches gRPC's error texts about failed connections. The code UNAVAILABLE is not enough, because servers also send it.
 _NO_ANSWER = re.compile(
     r"(?i)failed to connect|errors resolving|socket closed|connection reset|recvmsg|sendmsg|goaway|broken pipe|"
     r"ping timeout|transport closed"
 )
-#: Bodies of fewer bytes are joined, and sent with one write.
+#: The parts of smaller HTTP bodies are joined, and sent with one write.
 JOINED_BYTES = 128 << 10
 LATE = "no answer before the deadline"
 
@@ -69,7 +69,7 @@ class InferRequest:
 
     model: str
     inputs: Sequence[InferTensor]
-    #: The server writes these outputs to a region. If it is empty, the server sends all outputs.
+    #: Outputs that the server writes to a region. If this is empty, the server sends all outputs.
     outputs: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
@@ -126,7 +126,7 @@ def connect(
 
 
 def is_local(url: str) -> bool:
-    """Return whether the server is on this machine, by its address."""
+    """Return whether the server's address is a loopback address."""
     try:
         return parse_address(urlsplit(url if "://" in url else f"grpc://{url}").netloc).is_loopback
     except ValueError:
@@ -145,7 +145,7 @@ class _Grpc:
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
-            # Only the client's own rules repeat requests.
+            # Disable gRPC's own retries, because `rsrv.client.client` decides which requests are repeated.
             ("grpc.enable_retries", 0),
             # Find a restarted server within a second.
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -179,7 +179,7 @@ class _Grpc:
 
     async def stream(self, request: Any, timeout_s: float) -> Answers:
         request.parameters["timeout"].int64_param = max(1, int(timeout_s * 1e6))
-        # With this header, Triton ends the stream with the status of its error.
+        # With this header, Triton ends the stream with a gRPC status if an error occurs.
         metadata = (*self._metadata, ("triton_grpc_error", "true"))
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=metadata)
         try:

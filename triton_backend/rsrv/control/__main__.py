@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         server = os.pidfd_open(options.server_pid)
         lock = _claim(options.directory / paths.CONTROL_LOCK)
     except (ProcessLookupError, FileNotFoundError):
-        return 0  # the server has ended already, and its directory is removed by another process
+        return 0  # The server has already ended, and another process removes its directory.
     if lock is None:
         return 0
     asyncio.run(_control_and_exit(options, server))
@@ -195,7 +195,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
 
 def _launch(options: argparse.Namespace, number: int) -> None:
-    """Start the runtime of a device if none listens. This connects to it as a stub does. Raises StatusError."""
+    """Start the runtime of a device if none listens, in the same way as a stub does. Raises StatusError."""
     # Import this only here, because it imports numpy, which takes memory.
     from rsrv.control.grpc_service import StatusError
     from rsrv.stub.session import UNREACHABLE, Launcher

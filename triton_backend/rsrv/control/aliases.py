@@ -10,7 +10,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import percent
 
 if TYPE_CHECKING:
-    # The commands use this module, and must run without the libraries that `rsrv.settings` imports.
+    # Do not import these at run time, because the command line uses this module without the libraries that `rsrv.settings` needs.
     from rsrv.control.records import RuntimeRecords
     from rsrv.settings import Shares
 
@@ -61,7 +61,7 @@ def _sum(alias: str, devices: Iterable[Mapping[str, pb.Counts]]) -> Counter[str]
 
 
 def alias_picture(alias: pb.Alias) -> dict[str, Any]:
-    """Return an alias as JSON. Its counters start at 0 with each runtime."""
+    """Return an alias as JSON. The counters restart at 0 when a runtime is replaced."""
     return {
         "name": alias.name,
         "failure": alias.failure,
@@ -94,5 +94,5 @@ def errors(target: pb.AliasTarget) -> int:
 
 
 def copies(target: pb.AliasTarget) -> str:
-    """Return how many copies a shadow got, by outcome. The text is empty if there were none."""
+    """Return a text with the number of request copies that a shadow got, by outcome. Empty if there were no copies."""
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(target.copies.items()) if count)

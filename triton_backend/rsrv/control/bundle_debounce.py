@@ -2,8 +2,8 @@
 
 Pure: time is an argument, and nothing is read.
 
-Bundles are in the directories of roots. A change is accepted when two scans agree, with enough time between them, so that a bundle
-is not read while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
+A root is a watched directory that contains bundles. A change is accepted when two scans with enough time between them agree, so
+that a bundle is not read while it is being copied. A missing root changes nothing, because it may be a disk that is not mounted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _bundles(state: _State) -> _State:
 class Seen:
     """State of a root in one scan."""
 
-    #: Device and inode of the directory. None: it could not be listed, and `trouble` says why.
+    #: Device and inode of the root. None: the root could not be listed, and `trouble` says why.
     identity: tuple[int, int] | None
     #: Signatures of the bundles in the root, and of directories that may become bundles, by name.
     bundles: Mapping[str, Signature] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Seen:
 
 @dataclass(slots=True)
 class _Root:
-    #: The directory in which bundles were last seen.
+    #: Device and inode of the root when it last had bundles.
     identity: tuple[int, int] | None = None
     bundles: Mapping[str, Signature] = field(default_factory=dict)
     missing: bool = False
 
 
 class BundleDebounce:
-    """The changes of bundles that follow from successive scans of all roots."""
+    """Finds the changes of bundles from successive scans of all roots."""
 
     def __init__(self, pause: float) -> None:
         """`pause` is the minimum number of seconds between the two scans that must agree."""
@@ -61,10 +61,11 @@ class BundleDebounce:
         #: States that differ from the accepted states, with the time of the first scan that saw them, by name.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
-        #: True once two scans could have agreed on every root that is not missing. Before that, nothing is known.
+        #: True once enough time has passed for two scans to agree, since the first scan and since the last root appeared. While
+        #: this is False, no bundle counts as gone.
         self.agreed = False
-        #: Number of times that a new or missing root appeared. Scans do not show what changed there before, so all bundles must
-        #: then be compared.
+        #: Number of times that a root was seen for the first time or was back. Scans do not show what changed in the root before
+        #: that, so the caller must then compare all bundles.
         self.sightings = 0
 
     @property

@@ -2,11 +2,12 @@
 
 `TRANSITIONS` has all changes of a bundle's state. Any other change is a fault of this program, and raises an error with the
 bundle's history. In addition to its state, a bundle has the time of its next comparison with the repository (`check_at`),
-because a bundle may change at any moment. If Triton is loading or unloading the model at that time, the comparison waits for
-the end of that.
+because a bundle may change at any moment. If Triton is loading or unloading the model at that time, the comparison waits until
+Triton has finished.
 
-Each bundle has its own times, so a model that compiles for minutes does not delay others. An exception is an unload, which
-waits for the loads that began before it. Otherwise, executables and weights would be lost when a bundle is renamed.
+Each bundle has its own times, so a model that compiles for minutes does not delay others. Only an unload waits for other models:
+for the loads that began before it. Otherwise, the executables and weights of a renamed bundle would be lost before the model with
+the new name can use them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class BundleState(StrEnum):
     UNLOADING = "unloading"
     #: Triton loads the same version again, because the model's stub process is dead.
     RELOADING = "reloading"
-    #: As RELOADING, but the bundle is broken, and Triton loads the version from before.
+    #: As RELOADING, but the bundle is broken, and Triton loads the version that it served before.
     RELOADING_BROKEN = "reloading_broken"
     #: As RELOADING, but the bundle is gone, and the model serves only until its unload begins.
     RELOADING_UNWANTED = "reloading_unwanted"
@@ -56,7 +57,7 @@ class BundleState(StrEnum):
 class BundleEvent(StrEnum):
     """The causes of changes of state."""
 
-    #: A comparison with the bundle begins. It may contradict the conclusion of an earlier one.
+    #: A comparison with the bundle begins. Its conclusion replaces that of an earlier comparison.
     CHECK = "check"
     #: The bundle, the repository and Triton agree: there is nothing to do.
     MATCHED = "matched"
@@ -95,7 +96,7 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.FAILED, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
     (BundleState.BROKEN, BundleEvent.CHECK): BundleState.UNCHECKED,
-    # This happens if the server can load nothing. The death of the stub is logged, and the bundle remains broken.
+    # A stub has died, and the server cannot load any model. The failure is logged, and the bundle remains broken.
     (BundleState.BROKEN, BundleEvent.FAIL): BundleState.BROKEN,
     (BundleState.UNLOAD_PENDING, BundleEvent.CHECK): BundleState.UNCHECKED,
     (BundleState.UNLOAD_PENDING, BundleEvent.UNLOAD): BundleState.UNLOADING,
@@ -149,11 +150,11 @@ class BundleFailure:
     """The reason why a model is not as its bundle says. An older version of it may be serving."""
 
     text: str
-    #: Seconds since the epoch, of the first of several failures in a row.
+    #: Unix time of the first failure, if several failures have followed each other.
     since: float
     #: Number of attempts.
     tries: int = 1
-    #: Time of the next attempt; None: not before the bundle changes.
+    #: Time of the next attempt. None: there is no further attempt before the bundle changes.
     retry_at: float | None = None
 
 
@@ -162,7 +163,7 @@ class _BundleRecord:
     state: BundleState = BundleState.UNCHECKED
     #: Time at which Triton began to load or unload the model.
     busy_since: float = 0.0
-    #: Time of the next comparison with the repository. None: there is none before something changes.
+    #: Time of the next comparison with the repository. None: there is no comparison before something changes.
     check_at: float | None = None
     failure: BundleFailure | None = None
     #: Meta models that must serve before this model is unloaded.
@@ -178,7 +179,7 @@ class _BundleRecord:
 
 
 class BundleStates:
-    """The bundles of one repository. A name without a record is UNCHECKED, with nothing to do."""
+    """The bundles of one repository. A bundle without a record is UNCHECKED, without a failure and a planned comparison."""
 
     def __init__(self) -> None:
         self._bundles: dict[str, _BundleRecord] = {}
@@ -245,7 +246,7 @@ class BundleStates:
         return after
 
     def fail(self, name: str, text: str, now: float, wall: float, *, retry: bool = True) -> BundleFailure:
-        """Record that writing, loading or unloading failed. `wall`: seconds since the epoch."""
+        """Record that writing, loading or unloading failed, and return the failure. `wall` is the Unix time."""
         before = self._bundles[name].failure if name in self._bundles else None
         state = self.conclude(name, BundleEvent.FAIL, now)
         if before is None or state in _BROKEN:
@@ -255,7 +256,7 @@ class BundleStates:
         if retry and state is not BundleState.UNLOAD_PENDING:
             pause = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(failure.tries - 1, 10))
             failure = replace(failure, retry_at=now + pause)
-        if state not in _BROKEN:  # otherwise, the bundle is at fault
+        if state not in _BROKEN:  # For a broken bundle, keep the failure that says why the bundle is broken.
             self._bundles[name].failure = failure
         return failure
 
@@ -264,8 +265,8 @@ class BundleStates:
     ) -> dict[str, BundleFailure]:
         """Record which bundles of the whole repository are broken, with the reasons. Return the new and changed failures.
 
-        Bundles in `uncompared` keep their state. A model that Triton is loading or unloading keeps its state until that has
-        ended and its bundle is compared again.
+        Bundles in `uncompared` keep their state. A model in the state LOADING or UNLOADING keeps this state until Triton has
+        finished and the bundle is compared again.
         """
         for name in self._in(_BROKEN) - broken.keys() - set(uncompared):
             self._bundles[name].failure = None
@@ -282,10 +283,10 @@ class BundleStates:
         return news
 
     def orphan(self, name: str, carriers: tuple[str, ...], now: float) -> None:
-        """Unload the model after the loads that are in progress now, and when the `carriers` serve."""
+        """Plan to unload the model. The unload waits for the loads in progress, and until the `carriers` serve."""
         match self.state(name):
             case BundleState.LOADING:
-                self.check(name, now)  # the comparison after the load decides
+                self.check(name, now)  # A comparison after the load decides whether the model is unloaded.
             case BundleState.UNLOADING:
                 pass
             case _:
@@ -296,7 +297,7 @@ class BundleStates:
     def forget(self, name: str, now: float) -> None:
         """Record that there is neither a bundle nor a model.
 
-        If Triton is loading or unloading the model, compare it again after that.
+        If Triton is loading or unloading the model, the bundle is compared again when Triton has finished.
         """
         if self.state(name) in _BUSY:
             self.check(name, now)
@@ -304,28 +305,28 @@ class BundleStates:
             self.conclude(name, BundleEvent.FORGET, now)
 
     def retain(self, name: str, now: float) -> None:
-        """Do not unload the model, because its bundle is back or in a missing root, or its carriers do not serve."""
+        """Cancel a planned unload, because the bundle is back or in a missing root, or the carriers do not serve."""
         if self.state(name) in (BundleState.UNLOAD_PENDING, BundleState.RELOADING_UNWANTED):
             self.apply(name, BundleEvent.CHECK, now)
 
     # --- times ------------------------------------------------------------------------------------------------
 
     def changed(self, names: Iterable[str], now: float) -> None:
-        """Compare these bundles, which have changed, with the repository as soon as possible."""
+        """Plan to compare these bundles, which have changed, with the repository as soon as possible."""
         for name in names:
             self.check(name, now)
             bundle = self._bundles[name]
-            # The recorded failures belong to another bundle.
+            # The recorded failure is about the bundle before the change, so count attempts from 0 again.
             if bundle.failure is not None and bundle.state not in _BROKEN:
                 bundle.failure = replace(bundle.failure, tries=0, retry_at=None)
 
     def check(self, name: str, at: float) -> None:
-        """Compare the bundle with the repository at this time, or after Triton has loaded or unloaded the model."""
+        """Plan to compare the bundle with the repository at this time, or when Triton has loaded or unloaded the model."""
         bundle = self._bundles.setdefault(name, _BundleRecord())
         bundle.check_at = at if bundle.check_at is None else min(at, bundle.check_at)
 
     def due(self, now: float) -> frozenset[str]:
-        """Remove and return the bundles to compare now, because they changed or because their time has come."""
+        """Return the bundles to compare now, and clear their times. Bundles that Triton is loading or unloading must wait."""
         due = {
             name
             for name, bundle in self._bundles.items()
@@ -340,12 +341,12 @@ class BundleStates:
         return frozenset(due)
 
     def unloadable(self, now: float) -> list[str]:
-        """Return the models that may be unloaded now."""
+        """Return the models that need not wait any longer for loads before they are unloaded. The caller checks the carriers."""
         loading = {name for name in self.busy if now - self._bundles[name].busy_since < LOAD_PATIENCE_S}
         return [name for name in self._pending(now) if self._bundles[name].waits_for.isdisjoint(loading)]
 
     def next_time(self, now: float) -> float | None:
-        """Return the time of the next comparison or unload, if no event comes before. None: there is none."""
+        """Return the time of the next comparison or unload, if no event causes an earlier one. None: nothing is planned."""
         waited_for = itertools.chain(*(self._bundles[name].waits_for for name in self._pending(now)))
         busy = self.busy.intersection(waited_for)
         times = [self._bundles[name].busy_since + LOAD_PATIENCE_S for name in busy]
@@ -357,7 +358,7 @@ class BundleStates:
         return min(times, default=None)
 
     def _pending(self, now: float) -> list[str]:
-        """Return the models to unload, without the models whose bundles must be compared first."""
+        """Return the models to unload, except models whose bundles must be compared first."""
         return [
             name
             for name, bundle in self._bundles.items()
@@ -366,7 +367,7 @@ class BundleStates:
         ]
 
     def _drop_idle(self, name: str) -> None:
-        """Drop the record of a name with nothing to do."""
+        """Drop the record if the bundle is UNCHECKED, without a failure and a planned comparison."""
         bundle = self._bundles[name]
         if bundle.state is BundleState.UNCHECKED and bundle.check_at is None and bundle.failure is None:
             del self._bundles[name]

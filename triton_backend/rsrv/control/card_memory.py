@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-#: Figures are used for this many seconds, so that not each client causes a call of the driver.
+#: Figures are reused for this many seconds, so that several clients cause only one call of the driver.
 _VALID_S = 0.9
 
 

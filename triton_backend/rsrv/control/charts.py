@@ -47,7 +47,7 @@ class _Ring:
 class Charts:
     """The points of each range.
 
-    A point ends with the first update after its time, so that a late update leaves no point empty.
+    The interval of a point ends with the first update after its nominal end, so that no point is empty when an update is late.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Charts:
                 continue
             ring.work.add(work)
             elapsed = now - ring.began
-            # Updates may be a little early.
+            # Accept a slightly shorter interval, because updates may be a little early.
             if elapsed >= 0.95 * seconds:
                 ended[name] = _point(now, elapsed, ring.work, devices)
                 ring.points.append(ended[name])

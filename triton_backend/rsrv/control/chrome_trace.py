@@ -27,7 +27,10 @@ class SpanReader:
         self._instances: dict[int, str] = {}
 
     def take(self, answer: pb.GetTimelineResponse) -> bool:
-        """Add the spans of an answer to `question`. Return True if a further question would return more spans."""
+        """Collect the spans of `answer`, which is the answer to `question`, and set the next `question`.
+
+        Return True if the runtimes have more spans.
+        """
         before, self._instances = (
             self._instances,
             {position.device: position.instance for position in answer.positions},
@@ -42,8 +45,8 @@ class SpanReader:
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
     """Return the trace as an object for json.dumps. Times are microseconds of Unix time.
 
-    A group of a device has as many lanes as it has events at the same time, because the format does not allow overlapping
-    events in one lane.
+    The format does not allow overlapping events in one lane. So each group of a device gets as many lanes as it has simultaneous
+    events.
     """
     events: list[dict[str, Any]] = []
     known = sorted(

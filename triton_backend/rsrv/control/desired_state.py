@@ -30,9 +30,9 @@ class ModelOverrides:
     settings: dict[str, Any] = field(default_factory=dict)
     #: The model's own pause. None: the model runs even if all models are paused. "as all": it follows the pause of all models.
     paused: PauseMode | Literal["as all"] | None = "as all"
-    #: Devices onto which an operator prefetched the weights and has not evicted them since.
+    #: Devices onto which an operator has prefetched the weights. An eviction by an operator removes a device from this list.
     prefetched: list[int] = field(default_factory=list)
-    #: Number of the latest command about the model's weights.
+    #: Number of the latest command about the model's weights. 0: there was none.
     asked: int = 0
 
     @property
@@ -73,8 +73,8 @@ def _read(path: Path) -> Overrides:
 class DesiredState:
     """The desired documents of all runtimes, which change with rsrv.yaml and with commands. Belongs to one event loop.
 
-    A file stores the commands for the next control process. A copy of it is read if the file is damaged. If commands cannot be
-    written to the file, they still take effect, and the log has an error.
+    A file stores the commands for the next control process. If the file is damaged, a copy of it is read. Commands that cannot be
+    written to the file still take effect, and the log has an error.
     """
 
     def __init__(self, settings: Settings, path: Path) -> None:
@@ -175,7 +175,7 @@ class DesiredState:
             own = self._model(name)
             own.settings["residency"], own.asked = residency, self._asked
             if residency != "device":
-                # A model that is no longer pinned is evicted, even if it was prefetched.
+                # Clear the prefetches, so that runtimes evict a model that is no longer pinned, even if it was prefetched.
                 own.prefetched.clear()
         self._keep()
 
@@ -195,7 +195,7 @@ class DesiredState:
         self._keep()
 
     def pause(self, names: Collection[str] | None, mode: PauseMode | None) -> None:
-        """Pause models, or resume them if `mode` is None. If `names` is None, this applies to all models and to later ones."""
+        """Pause models, or resume them if `mode` is None. If `names` is None, this applies to all present and future models."""
         overrides = self._overrides
         if names is None:
             overrides.paused = mode

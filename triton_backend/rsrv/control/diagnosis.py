@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two snapshots of the figures.
 _SNAPSHOT_S = 15.0
-#: Number of snapshots that are kept. They span the last minute, which findings are about.
+#: Number of snapshots that are kept. They cover the last minute. Findings are about this time.
 _SNAPSHOTS = 5
 
 
@@ -59,9 +59,10 @@ def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
 def _worst(
     case: Case, window: DeviceWindow, rule: ModelRule, models: Mapping[str, ModelActivity]
 ) -> Iterator[ServerFinding]:
-    """Apply a rule to models. Yield one finding of each name, with the names of the other models that it is true of.
+    """Apply a rule to models. Of several findings with the same name, yield only the severest.
 
-    It is the severest finding of its name. Among equally severe findings, it is the one about the model with the most requests.
+    Its evidence lists the other models with a finding of this name. Among equally severe findings, choose the finding about the
+    model with the most requests.
     """
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
     for activity in models.values():
@@ -96,7 +97,7 @@ class Diagnosis:
             file: The file rsrv.yaml.
             lifecycle: Has the facts about models that the runtimes do not know.
             health: Knows the models that should serve and do not.
-            spans: Numbers of spans of traces, by outcome. They change.
+            spans: Number of spans of traces by outcome. The exporter updates this mapping.
             queues: Asks Triton for `ServerFigures.queues`. Raises TritonError.
             renewals: Files with certificates and tokens.
         """
@@ -107,8 +108,8 @@ class Diagnosis:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._snapshots: deque[ServerFigures] = deque(maxlen=_SNAPSHOTS)
-        #: For each model that should serve and does not, the time when this was first seen. It is empty until Triton has loaded
-        #: its first models.
+        #: For each model that should serve and does not, the time when the diagnosis first saw this. Empty until Triton has
+        #: loaded its first models.
         self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
 
@@ -160,8 +161,8 @@ class Diagnosis:
                 )
                 for number, link in enumerate(runtimes.links)
             },
-            # Leave out failed versions of models that the repository does not have any more. If a runtime could not start a model,
-            # nobody tells the runtime when this model has ended.
+            # Leave out failed versions of models that are no longer in the repository. A runtime that could not start a model
+            # keeps the failed version, because the runtime does not learn that the model was removed.
             entries={
                 key: entry
                 for key, entry in runtimes.entries.items()

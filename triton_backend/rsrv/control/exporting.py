@@ -32,8 +32,8 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 def make_spans(values: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
     """Convert spans of the runtime and the stubs to OpenTelemetry's spans. Equal values give equal spans.
 
-    `values` are the fields of `rsrv.wire.traces.Span`. Their clock is CLOCK_MONOTONIC.
-    `offset_ns` is Unix time minus that clock, in nanoseconds.
+    Each item of `values` has the fields of a `rsrv.wire.traces.Span`, with times of CLOCK_MONOTONIC. `offset_ns` is Unix time
+    minus this clock, in nanoseconds.
     """
     return [_make_span(Span(*value), offset_ns, resource) for value in values]
 
@@ -66,11 +66,11 @@ def _id(span: Span) -> str:
 
 
 def _text(text: str) -> str:
-    """Return text that can be encoded. A client's id may hold surrogates, and would make the whole export fail."""
+    """Return text that can be encoded. A client's id may contain surrogates, which would make the whole export fail."""
     return text.encode(errors="replace").decode()
 
 
-#: Seconds between two questions for spans.
+#: Seconds between two reads of the runtimes' spans.
 _POLL_S = 1.0
 
 
@@ -79,7 +79,7 @@ class Collector:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        # The exporter logs a reason at each failure. Catch these lines, so that the reason is logged once.
+        # OpenTelemetry's exporter logs a reason at each failure. Catch its log, so that `send` can log the reason only once.
         self._reason = _First()
         logger = logging.getLogger("opentelemetry")
         logger.propagate = False
@@ -104,7 +104,7 @@ class Collector:
 
 
 class _First(logging.Handler):
-    """Keeps the first line since `text` was cleared. It has the reason; later lines only say that the export has failed."""
+    """Stores the first log line after `text` was cleared. This line has the reason. Later lines only report the failure."""
 
     text = ""
 
@@ -113,7 +113,7 @@ class _First(logging.Handler):
 
 
 class _Position(NamedTuple):
-    """Position in the spans of a runtime: the number of the next span, and how many spans its stubs had dropped."""
+    """Position in the spans of a runtime: the number of the next span, and how many spans the runtime's stubs had dropped."""
 
     instance: str
     next: int
@@ -121,7 +121,11 @@ class _Position(NamedTuple):
 
 
 class Exporting:
-    """The export. `counts` has the numbers of spans that were exported, not taken by the collector, or dropped before that."""
+    """The export of all runtimes' spans.
+
+    `counts` has the number of spans that were exported, that the collector did not accept ("failed"), and that a runtime or a
+    stub dropped before they were read ("dropped").
+    """
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class Exporting:
         self._runtimes = runtimes
         self._send = send
         self._pause = pause
-        #: Positions of the next answers, by device.
+        #: Positions at which the next answers begin, by device.
         self._positions: dict[int, _Position] = {}
         self.counts = {"exported": 0, "failed": 0, "dropped": 0}
         ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
@@ -145,7 +149,7 @@ class Exporting:
             try:
                 more = await self.step()
             except StatusError:
-                more = False  # no runtime runs now
+                more = False  # No runtime answers.
             if not more:
                 await asyncio.sleep(self._pause)
 

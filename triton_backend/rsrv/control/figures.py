@@ -24,7 +24,7 @@ _NO_RECORD = pb.ModelRecord()
 class DeviceFigures:
     """A device, with the records of its runtime."""
 
-    #: Identifies the runtime. Empty: none answers.
+    #: Identifies the runtime. Empty: the device's runtime does not answer.
     instance: str = ""
     #: Time at which the counters began, by the clock of `ServerFigures.t`.
     since: float = 0.0
@@ -33,9 +33,9 @@ class DeviceFigures:
     lives: int = 1
     #: Number of times that an operator has restarted the runtime.
     restarts: int = 0
-    #: Seconds since the last answer.
+    #: Seconds for which the runtime has not answered.
     down_s: float = 0.0
-    #: Process id of a runtime that lives and does not answer. 0: there is none.
+    #: Process id of a runtime that accepts connections but does not answer. 0: there is none.
     silent_pid: int = 0
     #: Reason why the latest attempt to start the runtime failed.
     obstacle: str = ""
@@ -64,11 +64,11 @@ class ServerFigures:
     settings_refused: str = ""
     #: Changes of rsrv.yaml that do not apply yet, each with the command that applies it.
     settings_waiting: Sequence[str] = ()
-    #: Why the port of OpenAI's endpoints is closed although a model has a task. Empty if it is open or not needed.
+    #: Why the port of OpenAI's endpoints is closed although a model has a task. Empty if the port is open or not needed.
     openai_closed: str = ""
-    #: For each model that should serve and does not, the seconds since then.
+    #: For each model that should serve and does not, the seconds since the diagnosis first saw this.
     missing: Mapping[str, float] = field(default_factory=dict)
-    #: True while Triton loads its first models, one after the other.
+    #: True until Triton has loaded its first models.
     starting: bool = False
     #: Models that start with their next request.
     cold: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ class ServerFigures:
         return len(self.importing.keys() & self.loading) >= self.load_threads
 
     def waits_for_import(self, model: str) -> bool:
-        """Return True if the import of model.py keeps the model from being served, because no other stub has it ready."""
+        """Return True if the model cannot serve until the import of its model.py ends, because the model has no other stub."""
         versions = (
             entry for entry in self.entries.values() if entry["name"] == model and entry["state"] == "ready"
         )
@@ -137,7 +137,7 @@ class ModelActivity:
         return int(getattr(self.now, figure) - getattr(self._before, figure))
 
     def counted(self, figure: str) -> dict[str, int]:
-        """Return by how much each counter of a map of counters has grown."""
+        """Return by how much each counter in a map of counters has grown."""
         was = getattr(self._before, figure)
         return {key: count - was.get(key, 0) for key, count in getattr(self.now, figure).items()}
 
@@ -239,7 +239,7 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
         active = _activities(was, device.records.models)
         metas = {name: activity for name, activity in active.items() if activity.now.meta}
         models = {name: activity for name, activity in active.items() if not activity.now.meta}
-        # Leave out meta models: their seconds are the seconds of their calls, which the called models also have.
+        # Leave out meta models, because the seconds of their calls are already in the seconds of the called models.
         busy = min(1.0, sum(activity.device_s for activity in models.values()) / seconds)
         busiest = max(models.values(), key=lambda activity: activity.device_s, default=None)
         windows.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
@@ -252,7 +252,7 @@ def _activities(
     activities = {}
     for name, record in now.items():
         was = before.get(name, _NO_RECORD)
-        # The record of a model that was idle has not changed. With a thousand models, most models are idle.
+        # Skip idle models, whose records have not changed. With a thousand models, most models are idle.
         if record is not was or record.queued:
             activities[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
     return activities
@@ -267,10 +267,10 @@ def _grows(before: pb.ModelRecord, now: pb.ModelRecord) -> bool:
 
 
 def best_size(activity: ModelActivity) -> tuple[int | None, float]:
-    """Return the power of two that saves most as a further batch size, and the share of the device time that it saves.
+    """Return the additional batch size that would save most device time, and the share of the device time that it would save.
 
-    The histogram of rows has intervals. Each execution is assumed to have as many rows as the upper bound of its interval.
-    Without known costs, the share is 0.
+    The size is a power of two, or None if no size saves enough. Without known costs, the share is 0. The histogram of rows has
+    intervals. Each execution is assumed to have as many rows as the upper bound of its interval.
     """
     rows = [
         (int(bound), count)
@@ -303,7 +303,7 @@ def best_size(activity: ModelActivity) -> tuple[int | None, float]:
 def _interpolated(costs: Mapping[int, float], size: int) -> float:
     """Return the expected seconds of a batch size that is not compiled.
 
-    They are interpolated between the next smaller and larger sizes. A batch of size 0 takes no time.
+    The seconds are interpolated between the next smaller and larger compiled sizes. A batch of size 0 takes no time.
     """
     above = min(known_size for known_size in costs if known_size > size)
     below = max((known_size for known_size in costs if known_size < size), default=0)

@@ -42,10 +42,10 @@ class ControlEndpoint:
         return self.folder.is_relative_to(Path(which).resolve())
 
     def is_of(self, folder: Path) -> bool:
-        """Return True if the endpoint's folder is in `folder`, or if it was started in `folder` or a folder above."""
+        """Return True if the endpoint's folder is in `folder`, or if the server was started in `folder` or a folder above."""
         if self.folder.is_relative_to(folder):
             return True
-        # Ignore where a service was started if that is the root folder, because it would match every folder.
+        # If the server was started in the root folder, ignore this, because the root folder is above every folder.
         return folder.is_relative_to(self.started_in) and self.started_in != Path("/")
 
 
@@ -101,7 +101,7 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     """Return the address of an endpoint.
 
     Args:
-        which: A port, a folder, or an address. None: the only endpoint, or the only one of the working directory.
+        which: A port, a folder, or an address. None: the only endpoint of the working directory, or the only endpoint at all.
         running: The endpoints on this machine.
         kind: "server" or "gateway", for the error.
         start: A sentence for the error that says how to start one.

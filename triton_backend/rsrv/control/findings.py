@@ -8,7 +8,7 @@ from rsrv.control.figures import DeviceWindow, ServerFigures
 Severity = Literal["note", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 
-#: With fewer requests or executions, a share is not significant.
+#: Rules ignore shares of fewer requests or executions than this, because such shares are not significant.
 FEW = 20
 
 

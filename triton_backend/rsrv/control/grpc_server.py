@@ -21,7 +21,7 @@ from rsrv.tokens import bears, read_token
 
 log = logging.getLogger(__name__)
 
-#: Triton's values. A client whose keepalive suits a tritonserver can use the same keepalive for rsrv's servers.
+#: Triton's keepalive options. So a client can use the same keepalive settings for a tritonserver and for rsrv's servers.
 KEEPALIVE: Final[Sequence[tuple[str, int]]] = (
     ("grpc.keepalive_time_ms", 7_200_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -30,7 +30,7 @@ KEEPALIVE: Final[Sequence[tuple[str, int]]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
     ("grpc.http2.max_ping_strikes", 2),
 )
-#: Seconds between two checks that the server lives, and between two attempts to listen again.
+#: Seconds between two checks that the server still runs, and between two attempts to listen again.
 _CHECK_S = 0.1
 
 
@@ -67,14 +67,15 @@ class GrpcServer:
         return port
 
     async def stop(self, seconds: float | None) -> None:
-        """Refuse new calls, and wait for calls in flight for at most `seconds`. A second call may shorten that."""
+        """Refuse new calls, and wait for calls in flight for at most `seconds`. A second call of `stop` may shorten this time."""
         if self._keeper is not None:
             self._keeper.cancel()
-        # With 0 instead of None, grpc waits briefly, and crashes the process if another stop ends at that time.
+        # Replace 0 by None. With 0, grpc waits briefly, and crashes the process if another stop ends in the meantime.
         seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
-            # Stop the current server first, and wait for that alone: calls that arrive in the loop's next turn must be refused.
+            # Stop the current server first, and await only this stop, so that the server refuses all calls from the event loop's
+            # next iteration on.
             await self._server.stop(seconds)
         await asyncio.gather(*dead, *self._dead.values())
 
@@ -128,7 +129,7 @@ class GrpcServer:
                     await asyncio.sleep(_CHECK_S)
 
     async def _bury(self, server: Any) -> None:
-        """Drop a dead server when its last call has ended. Do not cancel it: `stop` waits for it."""
+        """Drop a dead server when its last call has ended. Nothing may cancel this task, because `stop` waits for it."""
         try:
             await server.wait_for_termination()
         except Exception:  # noqa: BLE001  its cause of death was logged

@@ -22,7 +22,7 @@ _HEALTH_POLL_S = 0.25
 
 
 class StatusError(Exception):
-    """A call that fails with a gRPC status. `code` is the name of the status."""
+    """Makes a call fail with a gRPC status. `code` is the name of the status."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class StatusError(Exception):
 
 
 class InvalidArgument(StatusError):
-    """A request that is wrong, whatever the server's state is. The message says what is wrong."""
+    """The request is wrong in every state of the server. The message says what is wrong."""
 
     def __init__(self, text: str) -> None:
         super().__init__("INVALID_ARGUMENT", text)
@@ -39,7 +39,7 @@ class InvalidArgument(StatusError):
 def answers(
     method: Callable[[Service, Request], Awaitable[Response]],
 ) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """Wrap a method of a service, so that any exception ends it with a gRPC status."""
+    """Wrap a method of a service, so that any exception ends the call with a gRPC status."""
 
     @functools.wraps(method)
     async def answer(self: Service, request: Request, context: Any) -> Response:
@@ -59,7 +59,7 @@ def answers(
 def steers(
     method: Callable[[Service, Request], Awaitable[Response]],
 ) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """Wrap a method that changes something, as `answers` does, and log each request and its sender."""
+    """Wrap a method that changes the server's state. In addition to the work of `answers`, log each request and its sender."""
     inner = answers(method)
 
     @functools.wraps(method)
@@ -73,12 +73,12 @@ def steers(
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The service grpc.health.v1.Health. The health is computed for each call, so that it cannot be out of date.
 
-    The servicer of gRPC's package stores the health in a table that every change would have to update. When one watcher of a
-    name leaves, it also forgets the other watchers of the name.
+    gRPC's own servicer is not used. It stores the health in a table, which every change would have to update. When one watcher of
+    a name disconnects, gRPC's servicer also forgets the other watchers of this name.
     """
 
     def serving(self, service: str) -> bool | None:
-        """Return True if the service serves, None if it is unknown. The empty name means the server as a whole."""
+        """Return whether the service serves, or None if the service is unknown. The empty name means the server as a whole."""
         raise NotImplementedError
 
     def changed(self) -> Awaitable[Any]:
@@ -86,7 +86,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return asyncio.Event().wait()
 
     def status(self, service: str) -> Any:
-        """Return the member of ServingStatus."""
+        """Return the service's health as a member of ServingStatus."""
         name = {None: "SERVICE_UNKNOWN", True: "SERVING", False: "NOT_SERVING"}[self.serving(service)]
         return health_pb2.HealthCheckResponse.ServingStatus.Value(name)
 
@@ -125,7 +125,10 @@ def member(enum: Any, name: str | None) -> Any:
 
 
 def member_name(enum: Any, value: int, field: str) -> str:
-    """Return the name of an enum's member. `field` has it in a request. Raises InvalidArgument if there is no such member."""
+    """Return the name of an enum's member with this value. Raises InvalidArgument if there is none.
+
+    `field` is the name of the request's field that has the value.
+    """
     if not (name := word(enum, value)):
         raise InvalidArgument(f"{field} must be one of {', '.join(members(enum))}")
     return name

@@ -12,15 +12,15 @@ from rsrv_gen.write import carried, is_alias
 class Health(HealthService):
     """The health of a server and of its models.
 
-    The models that should serve are the models of the repository at the start, and each model that has served since then. A model
-    belongs to them for as long as the repository has it and no operator has unloaded it. So a model that fails from the start
-    belongs to them, and an added model does once it has been ready.
+    The expected models, which should serve, are all models in the repository at the start, and each model that has served since
+    the start. A model is no longer expected when it is removed from the repository, or when an operator has unloaded it. So a
+    model that fails from the start is expected. A model that is added later is expected once it has been ready.
     """
 
     def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciler, *, decides: bool) -> None:
         """`decides` is True if the repository determines which models are served.
 
-        In explicit mode, an external control plane determines that, and only it knows these models.
+        In explicit mode, an external control plane determines which models are served, and only the control plane knows them.
         """
         self._view = view
         self._repository = repository
@@ -33,7 +33,7 @@ class Health(HealthService):
         )
 
     async def run(self) -> None:
-        """Record the models that become ready, even if no client asks for the health. Never returns."""
+        """Record which models become ready, even if no client requests the health. Never returns."""
         while True:
             self.missing()
             await self.changed()
@@ -75,7 +75,8 @@ class Health(HealthService):
     def _serves(self, name: str) -> bool:
         """Return True if a model can serve.
 
-        A model that has lost its stub serves again once Triton has loaded it. Until then, requests go to the dead stub.
+        A model that has lost its stub serves again only when Triton has finished loading it. Until then, Triton sends requests to
+        the dead stub.
         """
         presence = self._view.presence
         if not presence.serves(name):
@@ -91,7 +92,7 @@ class Health(HealthService):
         )
 
     def _targets(self, name: str) -> set[str]:
-        """Return the models that answer for an alias. For any other name, return the name itself."""
+        """Return the models that answer requests to an alias. For any other name, return the name itself."""
         folder, shares = self._repository / name, self._lifecycle.aliases.get(name, {})
         if Path(name).name != name or not is_alias(folder):
             return {name}

@@ -14,9 +14,9 @@ from rsrv.live.routes import LivePage
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of connections. Normal use needs only a few. A further one is closed.
+#: Maximum number of connections. Normal use needs only a few. If no idle connection can be closed, a new one is closed at once.
 _MAX_CONNECTIONS = 128
-#: Seconds without a whole request after which a connection may be closed in favour of a new one.
+#: A connection without a whole request for this many seconds may be closed, so that a new one is accepted.
 _IDLE_S = 10.0
 #: Content type of Prometheus' text format.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,7 +53,7 @@ class HttpServer:
         server, now = self._runner.server, asyncio.get_running_loop().time()
         assert server is not None
         connections = {*server.connections}
-        # The server's list does not have the new connection yet.
+        # Forget closed connections. Keep connections of the last second, because aiohttp's list may not contain them yet.
         self._idle = {
             connection: since
             for connection, since in self._idle.items()

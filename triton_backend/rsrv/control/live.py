@@ -37,7 +37,7 @@ _REST_S = RANGES[0].seconds
 #: After a state with n changed models, the next state is sent n / _CHANGES_AN_UPDATE updates later, and at most _MAX_UPDATES
 #: later. A state with a thousand changed models takes 35 ms, so the page takes 1 % of a core.
 _CHANGES_AN_UPDATE, _MAX_UPDATES = 250, 4
-#: Seconds between two updates of the bytes of models, which the runtime needs longer to compute.
+#: Minimum seconds between two reads of the models' bytes. A runtime takes longer to compute the bytes than other figures.
 _MEMORY_S = 5.0
 #: Number of lines in the event log, all of which a new watcher gets.
 _LOG_LINES = 200
@@ -45,7 +45,7 @@ _LOG_LINES = 200
 _TIMELINE_S = 30.0
 #: Maximum number of lines about loads and evictions in a second.
 _MAX_MOVES_A_SECOND = 5
-#: Maximum number of answers about the timeline that are read in an update. The next update reads further ones.
+#: Maximum number of answers about the timeline that are read in one update. The next update reads further answers.
 _MAX_ANSWERS = 5
 #: Maximum number of events that wait for a slow watcher. If there are more, its stream ends.
 _MAX_PENDING_EVENTS = 1024
@@ -63,7 +63,7 @@ _BEGIN = Event("begin", "null")
 
 
 class Live:
-    """Reads the runtimes for the page's watchers. The event log and the charts are also updated without watchers."""
+    """Reads the runtimes for the page's watchers. Updates the event log and the charts even while nobody watches."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class Live:
         self._overview, self._charts = Overview(), Charts()
         #: The latest state that was sent to the watchers.
         self._state: dict[str, Any] = {}
-        #: The models in this state, by name.
+        #: The models in the latest state, by name.
         self._models: dict[str, dict[str, Any]] = {}
         #: The latest event with the bytes of models, and the latest one with the cold models.
         self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
-        #: The runtimes' count of changes and the time when the bytes of models were last read.
+        #: The runtimes' count of changes, and the Unix time, at the last read of the models' bytes.
         self._memory_of, self._memory_at = -1, 0.0
         #: Number of updates from the runtimes until the next state is sent.
         self._updates_left = 0
-        #: The runtime's instance and the number of its next span, by device.
+        #: The instance of each device's runtime, and the number of the runtime's next span, by device.
         self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the latest load or eviction, and the number of loads and evictions in it.
         self._second, self._moves = 0, 0
@@ -125,7 +125,7 @@ class Live:
             group.create_task(self._update())
 
     async def watch(self) -> AsyncGenerator[Event, None]:
-        """Yield the current state, then each event. The stream ends if the watcher is too slow. It may then watch again."""
+        """Yield the current state, then each event. If the watcher is too slow, the stream ends, and must be started again."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         whole = {**self._state, "models": list(self._models.values())}
         states = [Event("state", json.dumps(whole)), self._memory, self._cold] if self._state else []
@@ -165,7 +165,7 @@ class Live:
                 where = f" of device {device}" if len(runtimes.links) > 1 else ""
                 match update:
                     case None:
-                        if device in known:  # otherwise, it has not started yet
+                        if device in known:  # A runtime that is not in `known` has not started yet.
                             known.discard(device)
                             self.note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
@@ -182,7 +182,7 @@ class Live:
             feed.close()
 
     def _serving(self, device: int, changed: ModelVersion | None) -> str:
-        """Return a text about the version that serves a model on a device after a change of one of its versions."""
+        """Return a text that says which version of a model serves on a device after the version `changed` has changed."""
         if changed is None or changed["state"] == "loading":
             return ""
         name, presence = changed["name"], self._runtimes.presence
@@ -209,7 +209,7 @@ class Live:
         return f"the alias {alias}" if alias != name or name in self._lifecycle.aliases else name
 
     def _has_room(self) -> bool:
-        """Return True if the log can have one more line about weights now. Hundreds in a second would hide other lines."""
+        """Count a load or eviction. Return True if it gets a line in the event log: hundreds a second would hide other lines."""
         second = int(self._clock())
         if second != self._second:
             skipped = self._moves - _MAX_MOVES_A_SECOND
@@ -220,9 +220,9 @@ class Live:
         return self._moves <= _MAX_MOVES_A_SECOND
 
     def note(self, text: str, *, moves: bool = False) -> None:
-        """Add a line to the event log. A full log drops its oldest line about a move of weights, or else its oldest line.
+        """Add a line to the event log. A full log drops its oldest line about a load or eviction, or else its oldest line.
 
-        `moves` is True for such a line.
+        `moves` is True if the line is about a load or eviction.
         """
         line = {"t": round(self._clock(), 3), "text": text, **({"moves": True} if moves else {})}
         event = Event("log", json.dumps(line))
@@ -261,10 +261,10 @@ class Live:
                 await asyncio.sleep(self._every)
 
     async def _tell_state(self) -> None:
-        """Send the state to the watchers.
+        """Update the event log and the charts, and send the state to the watchers.
 
-        The first message has all models and aliases. Later ones have only changed models and aliases, and the names of
-        removed models.
+        The first state has all models and aliases. Later states have only changed models and aliases, and the names of removed
+        models.
         """
         runtimes, now = self._runtimes, self._clock()
         # The page needs to know when any runtime is replaced, because the sums of counters then fall.
@@ -294,12 +294,12 @@ class Live:
             ended = self._charts.add(now, self._overview.work, len(records)) if records else {}
             for name, point in ended.items():
                 self._tell(Event("point", json.dumps([name, point])))
-            # Leave out cold models that have a picture: they are leaving, or were ready before a sleep.
+            # Leave out cold models that are still in `models`: their last version is leaving, or they were ready before a sleep.
             cold -= models.keys()
             state |= {"devices": await self._devices(records, now), "cold": len(cold), "asleep": asleep}
         if not self._watchers:
             return
-        # Send only changed models, because thousands of models that never change would be a megabyte a second.
+        # Send only changed models, because a state with thousands of models would be a megabyte every second.
         changed = [model for name, model in models.items() if model is not self._models.get(name)]
         removed = {} if first else {"gone": [name for name in self._models if name not in models]}
         # Send the second state soon, because the page needs two states to show rates.
@@ -391,7 +391,7 @@ class OneServer:
         tensors: Callable[[str], Awaitable[dict[str, Any]]],
         infer: Callable[[str, Any], Awaitable[tuple[int, str]]],
     ) -> None:
-        """`tensors` asks Triton for a model's inputs and outputs, and `infer` sends inputs to one."""
+        """`tensors` requests a model's inputs and outputs from Triton. `infer` sends a request with inputs to a model."""
         self._live, self._service, self._tensors, self._infer = live, service, tensors, infer
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
@@ -410,8 +410,8 @@ class OneServer:
         await page_calls.steer(self._ask, model, action)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        # Check the name first, because the page serves only rsrv's models, and Triton may have others. An empty name would mean
-        # all models, so replace it by one that no model has.
+        # Check first that the model is rsrv's, because Triton may have other models. An empty name would mean all models, so
+        # replace an empty name by a name that no model has.
         await self._ask("GetStatus", pb.GetStatusRequest(model=model or "?"))
         return await self._infer(model, inputs)
 

@@ -62,7 +62,7 @@ def view_of(
     known = before.models if before is not None and device.since else {}
     changed = {model.name: _model(model) for model in device.models}
     return WorkerView(
-        # A device without a runtime is not alive: the server's other devices serve its models.
+        # A device whose runtime does not answer is not alive. The server's other devices serve the device's models.
         alive=bool(device.instance),
         ready=ready,
         device=device.number,

@@ -73,7 +73,7 @@ def model_status(
         records: The model's record in each runtime that has built the model.
         devices: The model's versions on each device that answers and knows the model. A model without `records` and
             `devices` is cold.
-        policy: As in `policy`. None for a meta model.
+        policy: The result of the function `policy`. None for a meta model.
         starting: What the model's start waits for. Empty if the model is not starting.
         bundle: State of the model's bundle.
         front: The model's front, or empty.
@@ -106,7 +106,7 @@ def model_status(
 
 
 def _figures(record: pb.ModelRecord, served: ModelVersion | None) -> pb.ModelRecord:
-    """Return a copy of a record without histograms, with the latest states of the served version."""
+    """Return a copy of a record without histograms. Its state, residency and weights are those of the served version."""
     copy = pb.ModelRecord()
     copy.CopyFrom(record)
     if served is not None:
@@ -225,7 +225,7 @@ def _positions(answers: Mapping[int, Json]) -> list[pb.TimelinePosition]:
 
 
 def arrivals(answers: Mapping[int, Json]) -> pb.GetArrivalsResponse:
-    """Return the message for the answers of the devices."""
+    """Convert the runtimes' answers about the latest requests, by device, to a message."""
     return pb.GetArrivalsResponse(
         positions=_positions(answers),
         requests=[
@@ -246,7 +246,7 @@ def arrivals(answers: Mapping[int, Json]) -> pb.GetArrivalsResponse:
 
 
 def timeline(answers: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
-    """Return the message for the answers of the devices. `now` is the Unix time of the answers in seconds."""
+    """Convert the runtimes' answers about their latest work, by device, to a message. `now` is the Unix time of the answers."""
     return pb.GetTimelineResponse(
         positions=_positions(answers),
         spans=[
@@ -273,7 +273,7 @@ def finding(server_finding: ServerFinding) -> pb.Finding:
 
 
 def history(answers: Mapping[int, Json]) -> pb.GetHistoryResponse:
-    """Return the message for the answers of the devices."""
+    """Convert the runtimes' answers about the histories of models, by device, to a message."""
     return pb.GetHistoryResponse(
         histories=[
             pb.History(
@@ -295,7 +295,7 @@ def _record(record: Json, unix_s: float) -> pb.HistoryRecord:
 
 
 def slow_request(slow: Json, unix_s: float, device: int) -> pb.SlowRequest:
-    """Return the message for a slow request of a device. The device's clock was 0 at the Unix time `unix_s`."""
+    """Convert a record of a slow request to a message. The clock of the device's runtime was 0 at the Unix time `unix_s`."""
     requests, rows, size = slow["batch"] or (0, 0, 0)
     return pb.SlowRequest(
         device=device,
@@ -314,7 +314,7 @@ def failure(name: str, failed: BundleFailure) -> pb.Failure:
 
 
 def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
-    """Return an update of a device's state."""
+    """Convert an update of a device's state to a message."""
     match update:
         case None:
             return pb.WatchStateResponse(down=pb.RuntimeDown(device=device))
@@ -331,12 +331,15 @@ def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
 
 
 def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the values in `status` that have the names of the message's fields, without null and the fields in `but`."""
+    """Return the values in `status` whose keys are names of the message's fields, except null values and the names in `but`."""
     names = _names(message, but)
     return {key: value for key, value in status.items() if key in names and value is not None}
 
 
 @cache
 def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
-    """Return the names of a message's fields. Cached, because reading a descriptor takes longer than making a message."""
+    """Return the names of a message's fields, except the names in `but`.
+
+    The result is cached, because reading a descriptor takes longer than making a message.
+    """
     return frozenset(field.name for field in message.DESCRIPTOR.fields) - but

@@ -1,6 +1,6 @@
 """The catalog of the control process's metrics, which `python -m rsrv.control.metric_catalog` prints. No other metric is served.
 
-Figures of a runtime have the label `device`: the number of its device.
+Figures of a runtime have the label `device`, which is the number of the runtime's device.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class MetricFamily:
 
     @property
     def kind(self) -> str:
-        """The type of the metric, which the end of its name shows."""
+        """The type of the metric. The end of the metric's name determines the type."""
         kinds = {"_total": "counter", "_seconds": "histogram", "_rows": "histogram"}
         return next((kind for end, kind in kinds.items() if self.name.endswith(end)), "gauge")
 

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class ServerFacts:
     """The figures that come from the control process and not from a runtime."""
 
-    #: Number of runtimes after the first one, by the number of their device.
+    #: Number of times that the runtime of each device was replaced, by the number of the device.
     restarts: Mapping[int, int]
-    #: Names of models.
+    #: Names of models with a version that has not failed.
     models: Collection[str]
     #: Names of models that differ from their bundles.
     failed: Collection[str]
@@ -42,7 +42,7 @@ class ServerFacts:
 
 
 class Metrics:
-    """Makes the text. Requests at the same time get the same text."""
+    """Makes the text for Prometheus. Concurrent requests get the same text."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Metrics:
         diagnosis: Diagnosis,
         spans: Mapping[str, int],
     ) -> None:
-        """Make the metrics of a server. `spans` is as in `ServerFacts`, and its numbers change."""
+        """Make the metrics of a server. `spans` is as in `ServerFacts`. The exporter of traces updates this mapping."""
         self._runtimes = runtimes
         self._lifecycle = lifecycle
         self._diagnosis = diagnosis
@@ -63,7 +63,7 @@ class Metrics:
         if self._running is None:
             self._running = asyncio.create_task(self._make())
             self._running.add_done_callback(self._made)
-        # A request that is cancelled does not cancel the others.
+        # Shield the task, so that a cancelled request does not cancel it for the other requests.
         return await asyncio.shield(self._running)
 
     def _made(self, _: asyncio.Task[str]) -> None:

@@ -1,6 +1,6 @@
 """Rules for findings about a model on a device. Each rule judges one model. Pure.
 
-If a rule is true of several models, the diagnosis reports the worst one and names the others.
+If a rule applies to several models, the diagnosis reports the worst one and names the others.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def _starved(case: Case, window: DeviceWindow, activity: ModelActivity) -> Serve
     mine, weight_of_most = (case.now.policy(model.name, "weight") or 1.0 for model in (activity, most))
     evidence = f"{activity.name} waits {duration(wait)} on average behind {most.name}, which takes {percent(rival_share)} of the device's time"
     if wait < 2 * mean(most.execute):
-        # A larger weight would not help: weights decide the order of executions, but do not interrupt them.
+        # A larger weight would not help: weights decide the order of executions, but never interrupt an execution.
         return ServerFinding(
             "starved",
             "note",
@@ -135,8 +135,8 @@ def _slow_hooks(case: Case, window: DeviceWindow, activity: ModelActivity) -> Se
     requests = sum(request.counts)
     if requests < FEW or seconds < 0.005 * requests:
         return None
-    # If hooks limit the model, requests wait for the hooks of other requests, so a request's own hooks are only a small share
-    # of its duration.
+    # If hooks limit the model, a request mostly waits for the hooks of other requests. Its own hooks are then only a small
+    # share of its duration.
     each, on_device = seconds / requests, mean(activity.queue_wait) + mean(activity.execute)
     if each < 0.5 * mean(request) and (not activity.dispatches or each < on_device):
         return None
@@ -276,7 +276,7 @@ def _meta_waits(case: Case, window: DeviceWindow, activity: ModelActivity) -> Se
 
 
 ModelRule = Callable[[Case, DeviceWindow, ModelActivity], ServerFinding | None]
-#: Rules for models only, and rules for models and meta models.
+#: `MODEL_RULES` are for models only. `COMMON_RULES` are for models and meta models.
 MODEL_RULES: tuple[ModelRule, ...] = (
     _no_memory,
     _not_resident,

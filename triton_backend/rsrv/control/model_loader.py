@@ -1,4 +1,4 @@
-"""Loads and unloads in Triton. They run concurrently, but there is only one at a time for each model."""
+"""Loads and unloads in Triton. Different models load concurrently. Each model has only one load or unload at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelLoader:
         self._replaced: dict[str, Replaced] = {}
         #: The version of each model's directory at Triton's last load.
         self.served: dict[str, tuple[int, int] | None] = {}
-        #: The time of the newest file that Triton has seen of each model, in nanoseconds.
+        #: For each model, the time of its newest file at the latest load in Triton, in nanoseconds.
         self.stamps: dict[str, int] = {}
 
     async def wait(self, names: Iterable[str]) -> None:
@@ -76,7 +76,7 @@ class ModelLoader:
     # --- starts of loads and unloads --------------------------------------------------------------------------
 
     def load(self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False) -> None:
-        """Begin to load a model of the repository that is neither loading nor unloading. If that fails, restore `replaced`.
+        """Begin to load a model that is neither loading nor unloading. If the load fails, restore the version `replaced`.
 
         If `unchanged` is True, Triton loads the model even if its files have not changed since the last load.
         """
@@ -91,11 +91,11 @@ class ModelLoader:
         return free
 
     def unload(self, name: str) -> None:
-        """Begin to unload a model whose bundle is gone, and which is not being loaded or unloaded."""
+        """Begin to unload a model whose bundle is gone. The model must not be loading or unloading."""
         self._start(name, BundleEvent.UNLOAD, self._unload(name))
 
     async def resume(self, *, load_unknown: bool) -> None:
-        """Finish the loads of models that an earlier control process wrote and did not see loaded. Raises TritonError.
+        """Load the models that an earlier control process wrote, but whose loads it did not see end. Raises TritonError.
 
         If `load_unknown` is True, also load models that Triton was never told to load.
         """
@@ -107,7 +107,7 @@ class ModelLoader:
                 self._start(name, BundleEvent.LOAD, self._load(name, unchanged=True, resumed=True))
 
     def fail(self, name: str, text: str, *, retry: bool = True) -> None:
-        """Record and log why the model differs from its bundle."""
+        """Record and log why the model differs from its bundle. If `retry` is False, the operation is not retried."""
         failure = self._states.fail(name, text, self._now(), time.time(), retry=retry)
         # Log the first, second, fourth, eighth, ... attempt at the same operation.
         if failure.tries & (failure.tries - 1) == 0:
@@ -157,7 +157,7 @@ class ModelLoader:
             self._states.apply(name, BundleEvent.LOADED, self._now())
 
     async def _load_restored(self, name: str) -> None:
-        """Load the restored version if no version serves. The server may have been started with the failed version."""
+        """If no version serves, load the restored one. Triton may have been started while the failed version was on disk."""
         with contextlib.suppress(TritonError, OSError):
             if (await self._triton.states()).get(name) != "ready":
                 await asyncio.to_thread(touch, self._repository / name, self.stamps[name])

@@ -62,7 +62,7 @@ class Work:
         self.requests += latest.answered - was.answered
         self.errors += max(0, latest.errors - was.errors)
         self.misses += max(0, latest.misses - was.misses)
-        if not latest.meta:  # The called models have its seconds.
+        if not latest.meta:  # The models that a meta model calls already count these seconds.
             self.device_s += latest.device_seconds - was.device_seconds
             self.request.add(now.request if before is None else now.request.since(before.request))
 
@@ -73,14 +73,15 @@ class _Shown:
 
     #: Latest record of each device.
     seen: dict[int, _CountedRecord] = field(default_factory=dict)
-    #: Times and new values of changes of the histogram. The first entry has the value at the beginning of the window.
+    #: For each change of the histogram, the time and the new histogram. The first entry is the histogram at the beginning of
+    #: the window.
     samples: deque[tuple[float, Histogram]] = field(default_factory=deque)
     source: Any = None
     json: dict[str, Any] = field(default_factory=dict)
 
 
 class Overview:
-    """The picture of a server. Only models that changed get a new picture.
+    """The live page's picture of a server. Only models that changed get a new picture.
 
     `work` is the work of all models since the previous update.
     """
@@ -124,7 +125,7 @@ class Overview:
             changed = self._read(shown, devices, now)
             while len(shown.samples) > 1 and shown.samples[1][0] <= now - _WINDOW_S:
                 shown.samples.popleft()
-            # An idle model's percentile disappears when its window has passed.
+            # If no request has ended within the window, the picture shows no percentile any more.
             changed |= len(shown.samples) == 1 and shown.json.get("p99_s") is not None
             source = (entry, failures.get(name), on.get(name), steps.get(name), list(devices), asleep)
             if changed or source != shown.source:
@@ -186,7 +187,7 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
         **{kind: getattr(memory, name) if memory.HasField(name) else None for kind, name in limits.items()},
         **{kind: getattr(memory, f"{kind}_bytes") for kind in ("pinned", "logical", "physical", "held")},
         "host": records.device.host.physical_bytes,
-        # Leave out meta models: their seconds are the seconds of their calls, which the called models also have.
+        # Leave out meta models: the models that they call already count these seconds.
         "device_s": sum(model.device_seconds for model in records.models.values() if not model.meta),
     }
 
@@ -194,7 +195,8 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
 def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
     """Return the picture of a device's memory as JSON.
 
-    It has each model's bytes that no other model shares, and the bytes of shared tensors with the models that share them.
+    `models` has the bytes of each model that no other model shares. `groups` has the bytes of shared tensors, with the names of
+    the models that share them.
     """
     record = use.record
     state = {model.name: model.state_bytes for model in record.models}
@@ -206,7 +208,7 @@ def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
 
 
 def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
-    """Return one version of each name: the served version, or else the one that comes first by _RANK."""
+    """Return one version of each name: the served version, or otherwise the first version in the order of _RANK."""
     best: dict[str, ModelVersion] = {}
     for entry in entries:
         earlier = best.get(entry["name"])
@@ -250,7 +252,7 @@ def _failed(name: str, why: str) -> dict[str, Any]:
 
 
 def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
-    """Return a model's figures that the page shows, over all devices. Counters begin with the runtime."""
+    """Return a model's figures that the page shows, over all devices. Counters begin at 0 when a runtime starts."""
     record = total(devices)
     loads = record.loads
     return {
@@ -267,7 +269,7 @@ def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
 
 
 def _p99(samples: Sequence[tuple[float, Histogram]], now: float) -> float | None:
-    """Return the 99th percentile of the requests in the window. At the first update, it covers all requests so far."""
+    """Return the 99th percentile of the durations of requests in the window. The first update covers all requests so far."""
     latest = samples[-1][1]
     if len(samples) == 1:
         return latest.quantile(0.99) if samples[0][0] == now else None
@@ -277,7 +279,7 @@ def _p99(samples: Sequence[tuple[float, Histogram]], now: float) -> float | None
 def describe(before: ModelVersion | None, after: ModelVersion | None, serving: str = "") -> str | None:
     """Return a line of the event log for the change of a version. Returns None if the log does not show the change.
 
-    `serving` is a text about the version that serves the model after a version has left.
+    `serving` is a text about the version that serves the model after another version has left.
     """
     either = after or before
     if either is None:
@@ -291,7 +293,7 @@ def describe(before: ModelVersion | None, after: ModelVersion | None, serving: s
         return f"{name}: {version} has left; {serving}"
     lines = []
     if before is None or after["state"] != before["state"]:
-        # After an update of a model, two versions have events.
+        # Name the version, because after an update of a model, events of its old and its new version follow each other.
         lines.append(f"{version} has failed: {after['error']}" if now == "failed" else f"{version} is {now}")
         if now == "leaving":
             lines.append(serving)

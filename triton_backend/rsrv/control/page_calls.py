@@ -1,4 +1,7 @@
-"""Converts requests of the live page to calls of a control service, in this process or behind a gateway's channel."""
+"""Converts requests of the live page to calls of a control service.
+
+The service is in this process, or on another server that a gateway reaches over a gRPC channel.
+"""
 
 import asyncio
 import json
@@ -29,7 +32,7 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
         history = [str(absent)]
     try:
         slowest = await ask("GetRequests", pb.GetRequestsRequest(model=model))
-    except PageError:  # the runtimes have no slow requests of a meta model
+    except PageError:  # no runtime records the slow requests of a meta model
         slowest = pb.GetRequestsResponse()
     del slowest.requests[_MAX_SLOW:]
     facts = [pair for model in status.models for pair in model_facts(model)]

@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 _ROUND_S = 1.0
 #: Seconds between two rounds while a model moves to another device.
 _MOVING_S = 0.25
-#: Longest time without a decision if no load changes.
+#: Longest time between two plans while the devices' loads do not change.
 _IDLE_S = 10.0
 #: Longest time that the first round waits for further runtimes.
 _JOIN_S = 2.0
-#: Seconds for a new model to become ready on all devices. Without this pause, the first ready device would get all
-#: models.
+#: The planner ignores a new model for at most this many seconds until it is ready on all devices. Otherwise, the first
+#: ready device would get all new models.
 _ARRIVAL_S = 5.0
 #: Shortest pause between two rounds if runtimes or models change.
 _HURRY_S = 0.1
@@ -50,8 +50,9 @@ _DEAD = WorkerView(alive=False)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The current placement, and the placement after packing all models."""
+    """The result of a trial placement."""
 
+    #: The placement after packing all models. If the trial changes no device or model, the current placement.
     status: PlannerStatus
     #: For each model whose devices would change, the current and the new devices.
     moves: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -75,9 +76,9 @@ class Placing:
         self._runtimes = runtimes
         self._path = path
         self._clock = clock
-        #: True if this object places models. Otherwise there is only one device, a gateway places models, or nothing does.
+        #: True if this object places models. It does not if there is only one device, or if another placement.mode is set.
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
-        # Measure the work of a model by its requests, because the stubs divide requests among the devices by themselves.
+        # Measure the work of a model by its requests, because the stubs decide which device executes a request.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._pinned = _pinned(settings)
         self._settings = settings
@@ -85,11 +86,11 @@ class Placing:
         self._seen: dict[int, WorkerView] = {}
         #: Models that are cold on a live device while another device has them ready, by device.
         self._cold: Mapping[int, frozenset[str]] = {}
-        #: Cold devices that the table names so that they start a model, by model.
+        #: For each model, the devices where it is cold and where the table makes it start.
         self._starts: Mapping[str, Collection[int]] = {}
         #: Time when a model became cold on a device, by model and device.
         self._cold_since: dict[tuple[str, int], float] = {}
-        #: Positions from which the devices' next loads continue.
+        #: Positions in the runtimes' records, from which the next round reads.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
         #: Names of the ready models of each live device in the last round.
@@ -289,8 +290,8 @@ class Placing:
         for step in steps:
             command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
             try:
-                # Use a separate connection for each. If the runtime dies, its successor does not repeat the step. Only commands
-                # of operators are repeated.
+                # Use a separate connection for each step. If the runtime dies, the next runtime does not repeat the step, because
+                # only the commands of operators are in the desired document.
                 await self._runtimes.slow_command({int(step.worker): command})
             except StatusError as error:
                 log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
@@ -299,7 +300,7 @@ class Placing:
         return tuple((link.up, link.state.instance, len(link.state.entries)) for link in self._runtimes.links)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait for this time, or until a runtime or a model was added or has ended."""
+        """Wait for this time, or until a runtime starts or ends, or a device gets or loses a model."""
         before, end = self._state(), self._clock() + seconds
         while (left := end - self._clock()) > 0 and self._state() == before:
             await asyncio.sleep(min(left, _HURRY_S))
@@ -330,7 +331,7 @@ class Placing:
     def _write(self, placed: Mapping[str, Iterable[int]]) -> None:
         """Write the table if it has changed. Raises OSError.
 
-        The table does not have models without a place, which may run on all devices.
+        The table leaves out models without a place: they may run on all devices.
         """
         devices = {name: tuple(sorted({*numbers})) for name, numbers in placed.items()}
         masks = {

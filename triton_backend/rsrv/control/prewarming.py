@@ -1,4 +1,4 @@
-"""Starts cold models before requests come: when an operator asks, and at the times in `models.NAME.warm_at`."""
+"""Starts cold models before requests come: on an operator's command, and at the times in `models.NAME.warm_at`."""
 
 import asyncio
 import logging
@@ -52,12 +52,12 @@ class Prewarming:
         #: Changes of the runtimes' models since the last check. The current state is not enough, because a model may start and
         #: leave between two checks.
         self._updates = [link.state.subscribe() for link in runtimes.links]
-        #: Unix time of the last check of the schedules. If a scheduled time was missed, the model starts later, however long
-        #: the server was down.
+        #: Unix time of the last check of the schedules. 0: no check yet. The first check also starts the models whose scheduled
+        #: time was at most `MISSED_S` before, because the server may have been down.
         self._last = 0.0
 
     async def run(self) -> NoReturn:
-        """Follow the schedules, and restart models that were started and lost, until cancelled."""
+        """Follow the schedules, and start models again that were lost with their runtime, until cancelled."""
         while True:
             try:
                 await self.follow_schedule()
@@ -78,10 +78,10 @@ class Prewarming:
         self._last = now
 
     async def keep(self) -> None:
-        """Start models again that were lost with their runtime, and end models whose bundles are gone.
+        """Start kept models again whose runtime has ended, and end kept models whose bundles are gone.
 
-        This does not concern a model that a stub has registered since its start. It also does not concern a model that its
-        runtime has unloaded, for example because it was idle: that starts with its next request.
+        A model is no longer kept once a stub has registered it, or once its runtime has unloaded it, for example because the
+        model was idle. An unloaded model starts with its next request.
         """
         self._follow_updates()
         bundles = {name: model.bundle for name, model in self._kept.items()}
@@ -194,8 +194,8 @@ class Prewarming:
             for some in in_commands(sorted(names)):
                 missing = {name: paths[name] for name in some}
                 if poll:
-                    # A model is not lost if the runtime still has it. A newer runtime does not know the models that its
-                    # predecessor was asked to start.
+                    # Leave out models that this runtime was already asked to start from the same bundle. Commands to an
+                    # earlier runtime do not count, because this runtime does not know about them.
                     started = {name: model.bundle for name, model in self._kept_by(link.state.instance)}
                     missing = {name: path for name, path in missing.items() if started.get(name) != path}
                 if missing:

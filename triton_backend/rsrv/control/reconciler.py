@@ -66,7 +66,7 @@ class ReloadError(StatusError):
 
 
 class ServerPolicy(UpdatePolicy):
-    """The decisions of a running server about updates of its repository, made on a thread."""
+    """Decides for a running server which models an update of its repository may change. Called on a thread."""
 
     def __init__(
         self, debounce: BundleDebounce, loader: ModelLoader, lifecycle: LifecycleSection, *, may_write: bool
@@ -115,7 +115,7 @@ class Reconciler:
         self._lifecycle = settings.lifecycle
         #: Aliases that should be served, with their shares.
         self.aliases: Mapping[str, Shares] = settings.aliases
-        #: True if changes of bundles are followed. Otherwise, bundles are read only when an operator asks for a reload.
+        #: True if the reconciler follows changes of bundles. Otherwise, it reads bundles only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
         self._triton = triton
@@ -139,7 +139,7 @@ class Reconciler:
         self._unusable: set[str] = set()
         #: Warnings about settings of models without a bundle that are in the log.
         self._unknown: set[str] = set()
-        #: Reason why no model can be loaded or unloaded, with the remedy. Empty if models can be.
+        #: Reason why Triton cannot load or unload models, with the remedy. Empty if it can.
         self.barred = triton.trouble
         if not self.barred and triton.mode == "none":
             self.barred = f"tritonserver's models are fixed; {HOW_TO_START}"
@@ -156,7 +156,7 @@ class Reconciler:
         return {name: failure.text for name, failure in self.failures.items()}
 
     def bundle_state(self, name: str) -> str:
-        """Return the state of a model's bundle by its own name."""
+        """Return the name of the state of a model's bundle."""
         return self._states.state(name).value
 
     @property
@@ -198,7 +198,7 @@ class Reconciler:
             self._loader.cancel()
 
     def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
-        """Serve these aliases from now on."""
+        """Make the reconciler serve these aliases instead of the earlier ones."""
         before, self.aliases = self.aliases, aliases
         changed = {name for name in {*before, *aliases} if before.get(name) != aliases.get(name)}
         if changed:
@@ -231,7 +231,7 @@ class Reconciler:
     async def reload(self, name: str) -> None:
         """Load the model again from its current bundle. Return when that version serves. Raises ReloadError.
 
-        If the model is only a part of meta models, these are loaded again.
+        If the model is only a part of meta models, load these meta models again.
         """
         if self.barred:
             raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self.barred}")
@@ -345,7 +345,7 @@ class Reconciler:
     async def _do(self, due: Collection[str]) -> None:
         stubs_only = set()
         if not self._follows:
-            # Bundles are not followed, so do not load a changed bundle. Retry only the reload of the version that served.
+            # In this mode, do not load changed bundles. Retry only reloads, which load the version that served before.
             stubs_only = {name for name in due if self._states.state(name) is BundleState.RELOAD_FAILED}
         for name in stubs_only:
             self._replace(name)
@@ -364,8 +364,9 @@ class Reconciler:
                 carriers = self._states.carriers(name)
                 self._states.retain(name, self._now())
                 if self.failures.keys().isdisjoint(carriers):
-                    # The bundle seems to be back, or a meta model does not serve yet. Check again later, because there may be
-                    # no event when that changes. The retry of a carrier that failed includes this model.
+                    # Check the model again later: its bundle seems to be back, or a meta model that contains it does not serve
+                    # yet, and there may be no event when that changes. If such a meta model has failed, its retry also
+                    # checks this model.
                     self._states.check(name, self._now() + self._lifecycle.slow_poll_s)
 
     async def _may_unload(self, name: str) -> bool:
@@ -408,8 +409,8 @@ class Reconciler:
     async def _update(self, names: Collection[str] | None, *, reload: bool = False) -> Update:
         """Bring models (None: all) up to date in the repository, and begin their loads.
 
-        Files without checksums are read twice, and used if they have not changed in between. If `reload` is True, these models
-        are loaded even if they are up to date.
+        Files without checksums are read twice, and used if both reads agree. If `reload` is True, the named models are loaded
+        even if they are up to date.
         """
         async with self._writing:
             if not self._follows:
@@ -442,12 +443,12 @@ class Reconciler:
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, result.carriers, now)
-        # Check bundles again that are still being written. If bundles are not followed, the error asks the operator to try
-        # again.
+        # Check bundles again later that are still being written. In modes that do not follow bundles, an error asks the
+        # operator to try again.
         for name in done.of(Later):
             if self._follows or name in self.failures:
                 self._states.check(name, now + self._lifecycle.slow_poll_s)
-        # If bundles are not followed, there is no later scan of the bundle of a retained model, so follow up on it here.
+        # In modes that do not follow bundles, no later scan reads the bundle of a retained model, so handle the model here.
         followed_up = done.results.keys() - (done.names(Retained) if self._follows else set())
         for name in named - followed_up:
             # The update has found neither a bundle nor a model in the repository. Either another rsrv-gen has removed the
@@ -464,13 +465,13 @@ class Reconciler:
     def _follow_unchanged(self, name: str, *, expected: bool, named: bool) -> None:
         """Load a model that equals its bundle if it is `expected`, has failed, or is not served.
 
-        `named` is True if an operator named the model.
+        `named` is False if the update was for all models.
         """
         now = self._now()
         if name in self._states.busy:
             self._states.retain(name, now)
             return
-        # If a model has failed although there is nothing to write, it has lost its stub.
+        # A model that has failed although it equals its bundle has lost its stub.
         expected = expected or name in self.failures
         loaded = self._loader.served.get(name) == version_of(self._repository / name)
         if not self.barred and (expected or not loaded):
@@ -479,16 +480,17 @@ class Reconciler:
             self._states.conclude(name, BundleEvent.MATCHED, now)
 
     async def _learn_served(self) -> None:
-        """Record the models that Triton loaded at its start as loaded, and the models that an operator has unloaded since then.
+        """Record which models Triton loaded when it started, and which models an operator has unloaded.
 
-        The unloaded models are not loaded until their bundles change.
+        The reconciler does not load these models until their bundles change.
         """
         states: Mapping[str, State] = {}
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
         for name, state in states.items():
             version = version_of(self._repository / name)
-            # Do not load these models again: thousands of loads that change nothing would keep Triton busy for minutes.
+            # Do not load models again that Triton loaded when it started: thousands of loads that change nothing would keep
+            # Triton busy for minutes.
             at_start = version is not None and version[1] < self._triton.started_ns
             if state == "dismissed" or (state == "ready" and at_start):
                 self._loader.served[name] = version
@@ -521,8 +523,8 @@ class Reconciler:
             self._loader.fail(name, text, retry=not self.barred)
         if self._follows:
             for name in reasons:
-                # While Triton is loading or unloading the model, its state does not show that the bundle is broken. Compare it
-                # again right after that.
+                # While Triton is loading or unloading the model, the model's state does not show that the bundle is broken. In
+                # this case, compare the bundle again right after the load or unload.
                 busy = self._states.state(name) in (BundleState.LOADING, BundleState.UNLOADING)
                 self._states.check(name, now if busy else now + _BROKEN_CHECK_S)
 

@@ -46,7 +46,7 @@ class RuntimeRecords:
     shared: Sequence[pb.SharedTensors] = ()
 
     def updated(self, latest: pb.DeviceRecord) -> "RuntimeRecords":
-        """Return the records after an answer of the runtime."""
+        """Return the records after an answer of the runtime. This empties the lists in `latest`."""
         models = {model.name: self._detached(model, changed=latest.since > 0) for model in latest.models}
         shared: Sequence[pb.SharedTensors] = list(latest.shared)
         if latest.since:
@@ -68,7 +68,7 @@ class RuntimeRecords:
         return copy
 
     def at_rest(self) -> "RuntimeRecords":
-        """Return the records without waiting requests and weights on the device."""
+        """Remove waiting requests and weights on the device from the records. Returns the same object."""
         for record in self.models.values():
             for name in ("queued", "executing", "generations", "kept_bytes"):
                 record.ClearField(name)
@@ -103,7 +103,7 @@ def _histograms(record: Descriptor) -> list[str]:
 
 
 def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
-    """Return the records of one model on several devices as one, without histograms."""
+    """Return the sum of one model's records on several devices. Do not use its histograms, which are not added up."""
     if len(records) == 1:
         return records[0]
     sums = pb.ModelRecord()
@@ -126,9 +126,9 @@ def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
 
 
 def select(kind: type[M], record: pb.ModelRecord | pb.DeviceRecord, **others: Any) -> M:
-    """Return a message with the fields `others`, and with all fields of a record that have the same name.
+    """Return a message with the fields `others`, and with all other fields that the message and the record have in common.
 
-    Where the record has counts and the message has a number, the number is the sum of the counts.
+    If the record has a map of counts and the message has a number, the number is the sum of the counts.
     """
     source: Any = record
     for name, optional, summed in _figures(kind.DESCRIPTOR, source.DESCRIPTOR):
@@ -141,7 +141,7 @@ def select(kind: type[M], record: pb.ModelRecord | pb.DeviceRecord, **others: An
 
 @cache
 def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool]]:
-    """Return the fields that a message and a record have in common: name, if it may be absent, and if it is summed."""
+    """Return the fields that a message and a record have in common: name, whether it may be absent, whether it is a sum."""
     fields = record.fields_by_name
     return [
         (name, fields[name].has_presence, fields[name].is_repeated and not field.is_repeated)

@@ -39,9 +39,10 @@ Command = dict[str, Any]
 class LinkTiming:
     """Intervals of a link, in seconds."""
 
-    #: Between two pings.
+    #: Time between two pings.
     ping_s: float = 0.25
-    #: A runtime that does not answer a ping for this long counts as down. Readiness must be right within a second.
+    #: A runtime that does not answer a ping for this long counts as down. The time is short,
+    #: because readiness must be right within a second.
     silence_s: float = 0.6
     #: Pause between two attempts to reach a runtime.
     pause_s: float = 0.1
@@ -71,7 +72,7 @@ Answer = asyncio.Future[Any]
 class ControlConnection:
     """A greeted connection to the runtime, on an event loop. The runtime answers questions in their order.
 
-    `on_state` gets the JSON of each STATE frame, or of the document that the frame carries. It raises ProtocolError if that
+    `on_state` gets the JSON of each STATE frame, or of the document that the frame carries. It raises ProtocolError if the JSON
     is not valid. `ended` is a future with the reason for the end of the connection.
     """
 
@@ -209,7 +210,7 @@ class DocumentSender:
     def _send(self) -> None:
         """Send the document if it has changed since it was last sent on this connection."""
         if self._connection is None:
-            return  # The next connection begins with the whole document.
+            return  # `begin` will send the whole document on the next connection.
         revision, document = self._desired.revision, self._desired.document(self._device)
         since: int | None = None
         changes: DesiredDocument | DesiredChanges = document
@@ -278,9 +279,9 @@ class RuntimeLink:
         self._timing = timing or LinkTiming()
         self._connection: ControlConnection | None = None
         self.records = RuntimeRecords()
-        #: A future that is done while the runtime does not answer.
+        #: A future that is done when the runtime stops answering. There is a new future each time that it answers again.
         self._down = asyncio.get_running_loop().create_future()
-        #: Times of the event loop: when the link first connected to the current runtime, and when a runtime last answered.
+        #: Times of the event loop: when the link last connected to a runtime, and when a runtime last stopped answering.
         self.since, self._down_at = 0.0, _now()
         #: True if the link connects even if the device sleeps, which wakes it.
         self._wakes = False
@@ -317,8 +318,8 @@ class RuntimeLink:
         """Process id of a runtime that accepts connections but does not answer. 0: there is none."""
         if self.up or self._connection is None:
             return 0
-        # The pid of the peer is that of the process that called listen(). If a spare process holds the socket now, this is an
-        # earlier runtime, which may have ended.
+        # The kernel reports the process that called listen(). If a spare process has inherited the socket, this is an earlier
+        # runtime, which may have ended.
         return self._connection.pid if start_time(self._connection.pid) else 0
 
     def last_records(self) -> RuntimeRecords:
@@ -357,7 +358,8 @@ class RuntimeLink:
                 break
             if self._document.is_reached(revision, _check(answer.result())):
                 return True
-            # After a refusal of an earlier revision, the document was sent whole.
+            # The runtime has refused an earlier revision. `DocumentSender` has then sent the whole document, so wait for the
+            # answer to that.
             before, answer = answer, self._document.answer
             if answer is before:
                 break  # The runtime follows another control process.
@@ -379,7 +381,8 @@ class RuntimeLink:
     async def slow_command(self, command: Command, seconds: float = _SLOW_COMMAND_S) -> dict[str, Any]:
         """Send a command that takes up to `seconds`, and return its result. Raises RuntimeDown, StatusError.
 
-        It has a connection of its own, because answers keep their order, and the answers to other commands would have to wait.
+        The command has a connection of its own. On the common connection, the answers to later commands would have to wait for
+        its answer, because the runtime answers in order.
         """
         self.check_up()
         try:
@@ -408,7 +411,7 @@ class RuntimeLink:
 
     async def _answered(self, answer: Answer, seconds: float | None = None) -> Any:
         """Return an answer. Raises RuntimeDown if the runtime goes down first, or after this time."""
-        # If the caller is cancelled, do not cancel the answer, because it keeps its place in the order of answers.
+        # If the caller is cancelled, do not cancel the future of the answer: it keeps the order of the later answers.
         await asyncio.wait({answer, self._down}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
             raise RuntimeDown
@@ -435,7 +438,7 @@ class RuntimeLink:
                 self._go_down()
                 if self.asleep_since is None:
                     log.warning("%s: the connection ended: %s", self._who, reason)
-                continue  # the next runtime may listen already
+                continue  # Connect at once, because the next runtime may already listen.
             if reason and reason != logged:
                 log.error("cannot follow the state of %s: %s", self._who, reason)
             logged = reason
@@ -501,7 +504,7 @@ class RuntimeLink:
         if not moves:
             self.presence.follow(change.key, change.entry, _now())
         self._changes.note(moves=moves)
-        if self.up:  # While the link is down, a snapshot follows.
+        if self.up:  # Otherwise, subscribers get a snapshot when the runtime answers again.
             state.publish(change)
 
     def _come_up(self) -> None:

@@ -74,7 +74,7 @@ class StateChange:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """The whole state. The next change has the next revision."""
+    """The whole state. The first change after it has the next revision."""
 
     instance: str
     revision: int
@@ -92,7 +92,7 @@ class RuntimeState:
         #: Identifies the runtime. Empty before the first runtime.
         self.instance = ""
         self.revision = 0
-        #: Number of runtimes so far.
+        #: Number of runtimes so far. Runtimes that started because their device woke are not counted.
         self.lives = 0
         self.entries: dict[str, ModelVersion] = {}
         self._up = False
@@ -138,7 +138,7 @@ class RuntimeState:
     # --- subscriptions ------------------------------------------------------------------------------------
 
     def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
-        """Subscribe to a snapshot and all later changes. Each of them sets the event `some`. The caller must close it."""
+        """Subscribe to a snapshot and all later changes. Each of them sets `some`. The caller must close the subscription."""
         subscription = Subscription(self, some or asyncio.Event())
         self._subscriptions.add(subscription)
         return subscription

@@ -27,10 +27,10 @@ T = TypeVar("T")
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
-#: Positions by the number of the device. Each has the runtime's instance, and the `next` of its latest answer.
+#: Positions by the number of the device. A position is the runtime's instance, and `next` of the runtime's latest answer.
 Positions = Mapping[int, tuple[str, int]]
 
-#: States of models that commands are about.
+#: A command applies to models in these states.
 _PRESENT = ("ready", "loading")
 #: Precedence among the states of one version on several devices.
 _STATES = ("ready", "loading", "leaving", "failed")
@@ -38,12 +38,12 @@ _STATES = ("ready", "loading", "leaving", "failed")
 _WEIGHTS = ("resident", "loading", "absent", None)
 
 
-#: After the time limit of a drain, wait this many more seconds for the answer, because the next runtime first imports
-#: its modules.
+#: Wait this many seconds longer than the time limit of a drain for the answer, because the runtime first prepares the next
+#: runtime process, which imports its modules.
 _GRACE_S = 90.0
-#: Seconds between two checks for models that do not return after a restart.
+#: Seconds between two checks whether all models have returned after a restart.
 _RETURN_POLL_S = 0.25
-#: Seconds that stubs may take to start the next runtime after one was asked to end.
+#: Seconds that stubs may take to start the next runtime after a restart has ended a runtime.
 _RESTART_S = 15.0
 #: Seconds that the runtime of a woken device has to answer.
 _WAKE_S = 60.0
@@ -53,9 +53,11 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RestartedDevice:
-    """The result of a restart: seconds from the runtime's last answer until the first model and all models were ready."""
+    """The result of a restart."""
 
+    #: Seconds from the old runtime's last answer until the first model was ready.
     first_s: float
+    #: Seconds from the old runtime's last answer until all models were ready, except the `missing` ones.
     all_s: float
     #: Models that were ready before the restart and are not ready now.
     missing: list[str]
@@ -139,7 +141,7 @@ class Runtimes:
 
     @property
     def asleep(self) -> bool:
-        """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
+        """True if no runtime answers and a device sleeps. Its models serve as soon as a request wakes the device."""
         return self.presence.asleep
 
     @property
@@ -173,7 +175,7 @@ class Runtimes:
 
     @property
     def awaited(self) -> set[str]:
-        """Names of models that no runtime has, but that one had before it ended. Their stubs may return or be dead."""
+        """Names of models that only an ended runtime had. Their stubs may connect to the next runtime, or may be dead."""
         left = self.presence.returning
         return left.difference(entry["name"] for entry in self.entries.values()) if left else left
 
@@ -218,7 +220,7 @@ class Runtimes:
         return await self._ask(self.live, lambda _, link: link.refresh(whole=whole))
 
     async def read_records(self, since: Positions) -> dict[int, pb.DeviceRecord]:
-        """Return the changes of the runtimes' records since these positions, in the form of `read_on`."""
+        """Return the changes of the runtimes' records since these positions, by the numbers of the devices."""
 
         async def ask(number: int, link: RuntimeLink) -> pb.DeviceRecord:
             instance, known = since.get(number, ("", 0))
@@ -280,7 +282,7 @@ class Runtimes:
         return {number: await asyncio.to_thread(link.last_records) for number, link in links.items()}
 
     async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
-        """Replace a runtime by a new one. Return when all models whose stubs return to the new one are ready.
+        """Replace a runtime by a new one. Return when all models whose stubs connect to the new one are ready.
 
         Raises RuntimeDown or StatusError if the old runtime continues.
         """
@@ -309,7 +311,7 @@ class Runtimes:
                 if before:
                     text = f"no runtime of device {number} has come back; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)
-                return RestartedDevice(0.0, 0.0, [])  # The next model starts the runtime.
+                return RestartedDevice(0.0, 0.0, [])  # The next stub starts the runtime.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETURN_POLL_S):
                     await self.wait_change(seen)
@@ -331,7 +333,7 @@ class Runtimes:
             while link.up:
                 await self.wait_change(self.changes)
             if runtime >= 0:
-                # The device's memory is free when the process has ended.
+                # Only the end of the process frees the device's memory.
                 await asyncio.to_thread(readable, [runtime], _END_S)
         finally:
             if runtime >= 0:
@@ -345,7 +347,7 @@ class Runtimes:
         began = clock()
         try:
             async with asyncio.timeout(_WAKE_S):
-                # Start a runtime even if there was a spare process, because that may have been killed.
+                # Start a runtime if the spare process, which waits during the sleep, has been killed.
                 await asyncio.to_thread(self._launch, number)
                 while not link.up:
                     seen = self.changes
@@ -371,7 +373,7 @@ class Runtimes:
     async def _ask(
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
     ) -> dict[int, T]:
-        """Ask all runtimes concurrently, and return the answers. If none answers, raise the best refusal."""
+        """Ask all runtimes concurrently, and return the answers. If none answers, raise the most specific error."""
         replies = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
@@ -385,7 +387,7 @@ class Runtimes:
             else:
                 answers[number] = reply
         if not answers:
-            # The refusal of a runtime that is up says more than RuntimeDown.
+            # The error of a runtime that answered is more specific than RuntimeDown.
             refusals.sort(key=lambda refusal: isinstance(refusal, RuntimeDown))
             raise refusals[0] if refusals else RuntimeDown()
         return answers
@@ -418,7 +420,7 @@ class DeviceStateFeed:
     def __init__(self, links: Iterable[RuntimeLink]) -> None:
         self._some = asyncio.Event()
         self._parts = {number: link.state.subscribe(self._some) for number, link in enumerate(links)}
-        #: The device whose changes `next` returns first, so that each device has its turn.
+        #: `next` looks for changes at this device first, so that many changes of one device do not hold up other devices.
         self._next = 0
 
     async def next(self) -> tuple[int, StateUpdate]:
@@ -438,7 +440,7 @@ class DeviceStateFeed:
 
 
 def merge(tables: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
-    """Return the versions of several runtimes as if one runtime had them.
+    """Return the versions of several runtimes in one table, as if one runtime had all of them.
 
     Each version has the best of its states on the devices, the best state of its weights, and the stubs of the devices where
     it has that best state.

@@ -8,7 +8,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line
 
 #: Sentences about a model by `what` and `why` of a record. The entry (what, "") is for any other `why`. An empty sentence means
-#: that another record of the same moment says the same.
+#: that another record of the same moment already reports the same.
 _SENTENCES = {
     ("added", ""): "known to the scheduler",
     ("arrived", ""): "{requests} arrived",
@@ -99,7 +99,7 @@ MIN_PART_S = 50e-6
 
 
 def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
-    """Return a line for each record of all histories, the oldest first. Lines about what absent weights wait for now follow.
+    """Return a line for each record of all histories, the oldest first, and then lines about what absent weights wait for now.
 
     `now` is Unix time.
     """
@@ -119,7 +119,7 @@ def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
 
 
 def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
-    """Return a line for each request, the newest last, and before it a line about the eviction of its weights, if any."""
+    """Return a line for each request, and one for each eviction of weights that a request then needed, in the order of time."""
     several = len({request.device for request in answer.requests}) > 1
     timed: list[tuple[float, str]] = []
     for request in answer.requests:
@@ -129,7 +129,7 @@ def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
             timed.append(
                 (request.evicted.unix_s, f"{request.model}{where} was {record_sentence(request.evicted)}")
             )
-    # Remove duplicates: requests that waited for the same weights have the same line about the eviction.
+    # Remove duplicates: requests that waited for the same weights yield the same line about the eviction.
     lines = sorted(dict.fromkeys(timed), key=lambda line: line[0])
     return [f"{clock_time(at, now)} {one_line(text)}" for at, text in lines]
 
@@ -177,12 +177,12 @@ def _batch(slow: pb.SlowRequest) -> str:
 
 
 def record_sentence(record: pb.HistoryRecord) -> str:
-    """Return the sentence for one record. Empty if a neighbouring record says the same."""
+    """Return the sentence for one record. It is empty if a neighbouring record reports the same."""
     if record.what.startswith("refused "):
         reason = record.what.partition(" ")[2]
         return f"{_requests(record.requests)} refused: {_REFUSALS.get(reason, reason)}"
     sentence = _SENTENCES.get((record.what, record.why), _SENTENCES.get((record.what, "")))
-    if sentence is None:  # of a newer runtime
+    if sentence is None:  # A newer version of rsrv wrote this record.
         return f"{record.what} {record.why}".rstrip()
     return sentence.format(
         requests=_requests(record.requests),
@@ -274,7 +274,7 @@ def failed_how(*, serves: bool) -> str:
 
 
 def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
-    """Return a model's front and counters as names and texts."""
+    """Return a model's front and counters as pairs of a name and a text."""
     policy, record = model.policy, model.record
     return [
         *_front(model),
@@ -300,7 +300,7 @@ def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
 
 
 def meta_facts(meta: pb.ModelStatus) -> list[tuple[str, str]]:
-    """Return a meta model's front, the models that it calls, and counters as names and texts."""
+    """Return a meta model's front, the models that it calls, and its counters as pairs of a name and a text."""
     record = meta.record
     return [
         *_front(meta),
@@ -321,7 +321,7 @@ def _sequences(model: pb.ModelRecord) -> str:
 
 
 def _answers(sums: Mapping[str, float]) -> str:
-    """Return the number of a model's answers, and the means of their tokens and times."""
+    """Return a text with the number of a model's generated answers, and their mean numbers of tokens and mean times."""
     count, out = sums["answers"], sums["tokens_out"]
     tokens = [
         f"{amount(number / count, '')} tokens {way}"

@@ -17,7 +17,7 @@ _DOWN_S = 10.0
 _UNSERVED_S = 30.0
 #: An import of model.py that takes longer than this many seconds is a finding. Large libraries on a slow disk take less.
 _IMPORT_S = 30.0
-#: If models wait longer than this many seconds for the server's start, the finding is more than a note.
+#: If models wait longer than this many seconds for the server's start, the finding `not_served` is a warning, not a note.
 _LONG_START_S = 600.0
 
 
@@ -45,10 +45,10 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
 def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         old = case.before.devices.get(number)
-        times = 0 if old is None else device.lives - max(1, old.lives)  # None: this is the first snapshot
+        times = 0 if old is None else device.lives - max(1, old.lives)  # `old` is None in the first snapshot.
         if times > 0:
-            # The number of restarts rises when the old runtime ends, and the number of lives when the next one answers. So
-            # there may be more restarts than lives.
+            # `restarts` rises when the old runtime ends, and `lives` when the next one answers. So for a moment, there may be
+            # more restarts than lives.
             planned = min(times, device.restarts - (0 if old is None else old.restarts))
             deaths = times - planned
             reasons = [
@@ -98,7 +98,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
         state: {entry["name"] for entry in entries if entry["state"] == state}
         for state in ("ready", "failed")
     }
-    # Cold models count as ready, because they start with the next request, unless the latest request could not start them.
+    # Cold models count as ready, because the next request starts them. Cold models whose latest start failed do not count.
     ready = named["ready"] | case.now.cold - named["failed"]
     ready -= {name for name in ready if case.now.waits_for_import(name)}
     texts = {name: failure.text for name, failure in case.now.failures.items()}
@@ -118,7 +118,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             ages = [case.now.unix_s - since[model] for model in names if model in since]
             age = f", for {duration(max(ages))} now" if ages and max(ages) > 0 else ""
             reason = texts[names[0]]
-            # If the reason ends with `barred`, the server's flags are to blame and not the bundle.
+            # If the reason ends with `barred`, the cause is in the server's flags and not in the bundle.
             remedy = (
                 f"restart tritonserver to serve what the bundles hold now. So that it follows them from then on, {HOW_TO_START}"
                 if case.now.barred and reason.endswith(case.now.barred)
@@ -322,8 +322,8 @@ def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
     waits = {}
     for name, (count, total) in case.now.queues.items():
         old_count, old_total = case.before.queues.get(name, (0, 0.0))
-        # By Little's law, the average number of waiting requests is the sum of all waits divided by the time. It must be at
-        # least 1.
+        # By Little's law, the average number of waiting requests is the sum of all waits divided by the time. Require an
+        # average of at least 1.
         if total - old_total >= seconds and count - old_count >= FEW:
             waits[name] = (total - old_total) / (count - old_count)
     worst = max(waits, key=lambda name: waits[name], default="")
@@ -516,13 +516,13 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
-    """Return the bytes of the `used` models and of the pinned models, because these keep their room even without requests."""
+    """Return the bytes of the `used` and the pinned models. Pinned models keep their memory even without requests."""
     sizes = {
         name: model.device_bytes
         for name, model in window.records.models.items()
         if not model.meta and case.now.policy(name, "residency") == "device"
     } | {model.name: model.now.device_bytes for model in used}
-    # Count tensors that models share once.
+    # Count each shared tensor only once.
     saved = sum(
         group.bytes * max(0, len(sizes.keys() & {*group.models}) - 1) for group in window.records.shared
     )

@@ -56,7 +56,7 @@ class ControlledServer:
 
 @dataclass(frozen=True, slots=True)
 class Monitoring:
-    """The sources of figures for people and for Prometheus."""
+    """The sources of the figures that the service returns."""
 
     metrics: Metrics
     live: Live
@@ -112,8 +112,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         # A cold model counts as a model, because only its start shows whether it is a meta model.
         steps = starting(records.values())
         if awaited := runtimes.awaited:
-            # A stub that is importing model.py notices the end of its runtime only after that, and then connects to the next
-            # one.
+            # While a stub imports model.py, it does not notice the end of its runtime. It connects to the next runtime after
+            # the import.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
             steps |= dict.fromkeys(awaited & living, "its process connects again")
@@ -221,7 +221,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return messages.history(await self._ask_about(_model(request.model), "history"))
 
     async def _ask_about(self, model: str, command: str) -> Answers:
-        """Ask the runtimes about a model. Raises StatusError. If no runtime has the model, the error says why."""
+        """Send the runtimes a command about a model. If no runtime has the model, the StatusError gives the reason."""
         try:
             return await self._runtimes.query({"command": command, "model": model})
         except StatusError as unknown:
@@ -335,7 +335,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> None:
         subscriptions = [link.state.subscribe() for link in self._runtimes.links]
         try:
-            # Read the state before the command, because the load may begin and fail before the answer.
+            # Read the state before the command is sent, because the load may begin and fail before the command is answered.
             before = [subscription.take() for subscription in subscriptions]
             followed = await self._runtimes.change(change, devices)
             if wait:
@@ -345,7 +345,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     raise StatusError("FAILED_PRECONDITION", text)
                 waits = (_until_resident(before[number], subscriptions[number], model) for number in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
-                # Ignore a runtime that has died if other devices have loaded the weights: the next runtime will load them.
+                # If other devices have loaded the weights, ignore a runtime that has died: the next runtime loads the weights.
                 failed = [error for error in ended if error is not None]
                 failed.sort(key=lambda error: isinstance(error, RuntimeDown))
                 if failed and (len(failed) == len(ended) or not isinstance(failed[0], RuntimeDown)):
@@ -502,7 +502,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return answer
 
     def _to_drain(self, request: pb.RestartRequest | pb.SleepRequest) -> Collection[int]:
-        """Return the devices whose runtimes are to end. Raises StatusError."""
+        """Return the devices whose runtimes the request shall end. Raises StatusError."""
         if not 0 <= request.drain_s < inf:
             raise InvalidArgument("drain_s must be a number of seconds, at least 0")
         chosen = self._runtimes.chosen(request.devices)
@@ -518,8 +518,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._server.file.settings.lifecycle, asyncio.get_running_loop()
-        # Try again for some time. A client that has just copied a bundle may call this before two scans agree that the bundle
-        # is whole. The scans begin only when the reconciler has found that the server serves.
+        # Retry for some time. A client that has just copied a bundle may call this before two scans agree that the bundle is
+        # whole. The scans begin only when the reconciler has found that the server serves.
         deadline = loop.time() + STARTUP_POLL_S + section.slow_poll_s + 3 * section.poll_s
         while True:
             try:
@@ -561,7 +561,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _until_tried(self, model: str) -> None:
         """Wait until no device is loading a version of the model.
 
-        This is necessary because a load in Triton waits for the first device, and only some seconds for others.
+        This is necessary because Triton's load ends when the first device serves, and waits only some seconds for the others.
         """
         while True:
             seen = self._runtimes.changes
@@ -576,8 +576,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
-        # The name of the directory has the server's pid, so that StopProfile finds the profile even if an earlier control
-        # process has started it.
+        # The name of the directory contains the server's pid. So StopProfile finds the profile even if an earlier control
+        # process started it.
         directory = parent / f"{moment}-{self._server.pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -619,7 +619,7 @@ def _model(name: str) -> str:
 
 
 def _target(target: pb.Target) -> str | None:
-    """Return a model's name, or None for all."""
+    """Return the name of the target model, or None if the target is all models."""
     if target.WhichOneof("target") == "model":
         return _model(target.model)
     return None if target.all else _refuse("target must be a model, or all")

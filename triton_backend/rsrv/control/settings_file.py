@@ -1,7 +1,7 @@
 """The file rsrv.yaml of a running server, which is read again when it changes.
 
-The runtimes and the placement get changes that take effect at once. Other changes wait for a restart, and are reported until
-then. A file with an error changes nothing.
+The runtimes and the placement follow some changes at once. Other changes wait for a restart, and until then, the server reports
+them. A file with an error changes nothing.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class SettingsFile:
         self._at_start = settings
         #: For each device, the settings in the file when its runtime started.
         self._runtimes = [settings] * devices
-        #: Lines about changes that wait. They are stored, because with thousands of models the comparison takes time.
+        #: Lines about changes that wait for a restart. They are stored, because comparing thousands of models takes time.
         self.waiting: list[str] = []
 
     async def read(self) -> Settings:
@@ -132,7 +132,7 @@ class Rereading:
         await self._placing.change(settings)
         desired, old, new = self._runtimes.desired, before.aliases, settings.aliases
         desired.follow_file(settings)
-        # For an alias, the latest change applies. So drop the commands about aliases that have changed in the file.
+        # The latest change of an alias applies. So if an alias has changed in the file, drop the command that changed it before.
         aliases = desired.overrides.aliases.items()
         desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:

@@ -28,15 +28,15 @@ class ShmUsage(NamedTuple):
 
     @property
     def others(self) -> int:
-        """Files of other programs, and regions whose model is not known."""
+        """Bytes of other programs' files, and of regions whose model is not known."""
         return max(0, self.total - self.free - self.weights - sum(self.requests.values()))
 
 
 def measure_shm(stubs: Mapping[str, Sequence[int]], directory: Path = _SHM) -> ShmUsage | None:
-    """Return the usage of /dev/shm, or None if there is no /dev/shm. It names the users only if little memory is free.
+    """Return the usage of /dev/shm, or None if there is no /dev/shm. Users are measured only if little memory is free.
 
     Args:
-        stubs: Process ids of stubs by model, without tritonserver's, because it has mapped the regions of all models.
+        stubs: Process ids of stubs by model. The id of tritonserver is ignored: it has mapped the regions of all models.
         directory: The path /dev/shm.
     """
     try:

@@ -1,4 +1,4 @@
-"""Finds the models whose stub process is dead. Triton calls such models ready.
+"""Finds the models whose stub process is dead. Triton still reports such models as ready.
 
 A stub is dead when its process is gone. A missing connection proves nothing: the stub of a cold model has none, and after a
 runtime's death a stub may wait for minutes until other models are compiled. A connected stub is alive, so most checks need no
@@ -27,8 +27,8 @@ from rsrv_gen.write import carried, is_alias, our_models
 _DISMISSED_S = 60.0
 #: Minimum number of seconds between two polls.
 _POLL_MIN_S = 0.2
-#: Seconds after a reload during which the stub does not count as dead, by Triton's mode. In the mode poll, Triton notices later
-#: that it has to load the model.
+#: For this many seconds after a reload, the stub does not count as dead, by Triton's mode. In the mode poll, Triton begins the
+#: load only at its next poll.
 _START_S = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
 
 
@@ -76,14 +76,14 @@ class _Listing:
         #: Models behind aliases. They may seem connected although their own stubs are dead, because the stubs of aliases also
         #: connect by their names.
         self.aliased: set[str] = set()
-        #: For each meta model or alias, the further names by which its stub connects.
+        #: For each meta model or alias, the names of further models for which its stub connects.
         self.carried: dict[str, list[str]] = {}
 
     def refresh(self) -> None:
         """List the models if the repository has changed. Thread-safe."""
         with contextlib.suppress(OSError):
             changed = self._path.stat().st_mtime_ns
-            # List again if the latest change was at about the time of the last listing, because it may have come after that.
+            # If the latest change was at about the time of the last listing, list again: the listing may have missed it.
             if changed == self._listed[0] < self._listed[1] - SETTLED_NS:
                 return
             self._listed = changed, time.time_ns()
@@ -149,7 +149,7 @@ class StubMonitor:
                 may_return = living.union(*(self._listing.carried.get(name, ()) for name in living))
                 lost = returning - may_return - self._listing.native - self._states.busy
             ready: set[str] = set()
-            # Ask Triton rarely, because its answer for thousands of cold models has a megabyte.
+            # Ask Triton rarely: for thousands of cold models, its answer has a megabyte.
             due = without - unanswered or (without and self._now() - asked_at >= _DISMISSED_S)
             if (suspects or due) and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
@@ -163,7 +163,7 @@ class StubMonitor:
             unconnected = loaded & without - suspects - self._listing.aliases - attached
             dead = self._view.see_stubs(StubPoll(unconnected, lost, ready))
             if not self._view.up:
-                # No stub counts as idle now, so that a stub that connects and dies before the next poll is found.
+                # Clear `idle`, so that a stub that connects and dies before the next poll is found dead.
                 idle = set()
             for name in dead - self._states.busy:
                 yield name

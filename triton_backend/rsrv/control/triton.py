@@ -128,7 +128,7 @@ def _repository_headers(options: Options) -> tuple[tuple[str, str], ...]:
 def _state(state: str, reason: str) -> State:
     if state == "READY":
         return "ready"
-    # The state is UNLOADING until the model's stub has ended.
+    # Triton reports UNLOADING until the model's stub has ended. The model counts as dismissed even before that.
     dismissed = state == "UNLOADING" or (state, reason) == ("UNAVAILABLE", "unloaded")
     return "dismissed" if dismissed else "other"
 
@@ -164,7 +164,7 @@ class Triton:
         self._metadata = endpoint.metadata
         self._channel = grpc.aio.insecure_channel(
             endpoint.address,
-            # Use no proxy between processes of one machine, and short pauses to find a starting server soon.
+            # Use no proxy, because the server is on this machine. Reconnect after short pauses, to find a starting server soon.
             options=[("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)],
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -175,12 +175,12 @@ class Triton:
         return cls(read_endpoint(read_command_line(pid)), _started_ns(pid), f"/proc/{pid}/exe")
 
     async def states(self) -> Mapping[str, State]:
-        """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""
+        """Return the states of all models that Triton has ever been told to serve. Raises TritonError."""
         reply = await self._call(self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest())
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
     async def tensors(self, name: str) -> dict[str, Any]:
-        """Return a model's inputs and outputs as JSON, and how it is called. Empty if the model is not loaded."""
+        """Return a model's inputs and outputs as JSON, and whether it streams and takes sequences. Empty if it is not loaded."""
         try:
             metadata = await self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
             config_request = service_pb2.ModelConfigRequest(name=name)
@@ -204,7 +204,7 @@ class Triton:
         return {**tensors, "streams": streams, "sequence": config.HasField("sequence_batching")}
 
     async def queues(self) -> Mapping[str, tuple[int, float]]:
-        """Return, by model, the number of requests that have left the queue, and their seconds there. Raises TritonError."""
+        """Return, by model, how many requests have left the queue, and their total time in it in seconds. Raises TritonError."""
         reply = await self._call(
             self._stub.ModelStatistics, service_pb2.ModelStatisticsRequest(), timeout=_STATISTICS_S
         )
@@ -230,15 +230,18 @@ class Triton:
                 raise TritonError(_reason(name, str(error))) from None
 
     async def unload(self, name: str) -> None:
-        """Unload a model. Return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
+        """Unload a model. Return when Triton refuses new requests. Requests in flight are answered. Raises TritonError.
+
+        In the mode poll, Triton unloads models by itself, and this does nothing.
+        """
         if self.mode != "poll":
-            # A model without a directory is not in Triton's index, and may have failed.
+            # Triton's index leaves out a model without a directory. Treat it as failed, because it may have failed.
             if (await self.states()).get(name, "other") == "other":
                 await self._load_placeholder(name)
             await self.dismiss(name)
 
     async def dismiss(self, name: str) -> None:
-        """Unload a model that is loaded, as `unload`."""
+        """Unload a loaded model. Return at the same time as `unload`. Raises TritonError."""
         request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
         await self._call(self._stub.RepositoryModelUnload, request)
 
@@ -260,7 +263,7 @@ class Triton:
         request = service_pb2.RepositoryModelLoadRequest(model_name=name)
         request.parameters["config"].string_param = _PLACEHOLDER_CONFIG
         request.parameters["file:1/model.py"].bytes_param = _PLACEHOLDER_CODE
-        with contextlib.suppress(TritonError):  # only the readiness depends on it
+        with contextlib.suppress(TritonError):  # Only the server's readiness depends on it.
             await self._call(self._stub.RepositoryModelLoad, request)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Reads the bundles on disk (a "scan"), soon after a notice from the kernel, and periodically.
 
-The periodic scans are necessary because network and bind mounts give no notices. A notice only makes the next scan of the bundles
-that it names start sooner. A full scan of ten thousand bundles takes a second of CPU time.
+The periodic scans are necessary because network and bind mounts give no notices. A notice names changed paths, and only makes the
+next scan of their bundles start sooner. A full scan of ten thousand bundles takes a second of CPU time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class BundleSources:
-    """The places of bundles in the current settings of the repository, to which another rsrv-gen may have added places."""
+    """The places of bundles in the repository's settings. Another rsrv-gen may add places while the server runs."""
 
     def __init__(self, places: Sequence[Path], file: Path) -> None:
         self._places = places
@@ -49,7 +49,7 @@ class BundleSources:
 
 
 _MANIFEST = "manifest.yaml"
-#: Pause between two full scans, as a multiple of the CPU time of one. So full scans take at most 0.3 % of a core.
+#: Pause between two full scans, as a multiple of the CPU time of a full scan. So full scans take at most 0.3 % of a core.
 _SCAN_PAUSE = 300
 
 
@@ -116,7 +116,7 @@ class BundleScanner:
     def scan(self, changed: Iterable[str] | None = None) -> Mapping[Path, Seen]:
         """Scan the bundles that have the `changed` paths, and bundles that differed in the last scan.
 
-        None: scan all bundles.
+        If `changed` is None, scan all bundles.
         """
         began, before = time.thread_time(), self._seen
         if changed is None:
@@ -190,7 +190,7 @@ async def watch(
     try:
         while True:
             changed = notices.take()
-            # Without notices, each scan is a full one.
+            # If the kernel gives no notices, each scan is a full one.
             full = clock() >= full_at or listener is None or listener.done()
             seen = await asyncio.to_thread(scanner.scan, None if full else changed)
             now = {root: each.identity for root, each in seen.items()}
@@ -200,7 +200,7 @@ async def watch(
                     settings.slow_poll_s, 0.0 if missing else _SCAN_PAUSE * scanner.cost_s
                 )
             if now != identities:
-                # The kernel watches directories and not names, so listen again to the new directories.
+                # The kernel watches the directories that had these paths before. Start a listener for the present directories.
                 identities = now
                 listened = [root for root, identity in now.items() if identity is not None]
                 if listener is not None:
@@ -208,7 +208,7 @@ async def watch(
                 listener = asyncio.create_task(
                     _listen(listened, notices), name="listen for changes of bundles"
                 )
-                full_at = clock()  # changes before the listener started have no notice
+                full_at = clock()  # The kernel gave no notice of earlier changes, so scan all bundles again.
             soon = took(seen)
             await asyncio.sleep(settings.poll_s)
             if not soon:

@@ -19,7 +19,7 @@ class FrontDevice:
     state: ServingState = ServingState.UNTRIED
     #: True if a runtime had the model ready here, and the model has not been cold since then.
     started: bool = False
-    #: True if requests or the placement table ask for the model here, even if it may be cold.
+    #: True if requests or the placement table require the model here, even if it would otherwise stay cold.
     asked: bool = False
     #: True if the model has ended runtimes of this device, or its own code fails.
     barred: bool = False
@@ -29,13 +29,14 @@ class FrontDevice:
     lost_at: float = 0.0
     #: Number of failed attempts in a row.
     failures: int = 0
-    #: Number of attempts since the model was ready in which this process and the runtime did not understand each other.
+    #: Number of attempts, since the model was ready, that failed because this process and the runtime do not understand each
+    #: other.
     misunderstood: int = 0
-    #: Latest pause before an attempt, in seconds. 0: there was no pause since the model was ready.
+    #: Latest pause before an attempt, in seconds. 0: there was no pause since the model was last ready or cold.
     pause_s: float = 0.0
     #: Time of the next attempt, or of the end of the pause.
     due: float = inf
-    #: The text for clients while the runtime rejects the model, and the reason of the latest failure otherwise.
+    #: While the runtime rejects the model, the text for clients. Otherwise, the reason of the latest failure.
     reason: str = ""
     #: Latest step of a start.
     step: StartProgress | None = None
@@ -46,7 +47,7 @@ class FrontDevice:
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
     def move(self, event: ServingEvent) -> None:
-        """Change the state. Raises FrontError if the table has no such change."""
+        """Change the state as the table `TRANSITIONS` says. Raises FrontError if the table has no such change."""
         following = TRANSITIONS.get((self.state, event))
         self.history.append(f"{self.state} + {event}")
         if following is None:

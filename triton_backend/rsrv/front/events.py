@@ -50,14 +50,14 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class WentCold:
-    """The model is cold until a request comes: the runtime answered so, or the idle model has left the runtime."""
+    """The model is cold until a request comes: the runtime has reported this, or the idle model has left the runtime."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """The runtime asks the model to leave, because it is idle or the device is to sleep."""
+    """The runtime asks the model to leave, because the model is idle or the device is about to sleep."""
 
     device: int
 
@@ -85,13 +85,13 @@ class ModelRejected:
     reason: str
     #: The text for clients if the model has served before. Empty: clients get a general text.
     client: str = ""
-    #: True if no other device shall try the model, because it would end runtimes there as well.
+    #: True if no other device shall try the model, because the model would end runtimes there as well.
     barred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """An attempt failed."""
+    """An attempt to reach a runtime and to register the model failed."""
 
     device: int
     reason: str
@@ -152,14 +152,14 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """A request that was resubmitted alone as a suspect is answered, or the stub has ended a waiting request after its deadline."""
+    """The request has been answered: it was the suspect, or the stub ended it after its deadline while it waited."""
 
     request: FrontRequest
 
 
 @dataclass(frozen=True, slots=True)
 class RunAsks:
-    """The runtime of a meta model's run has died. The run asks whether it may look for another runtime now.
+    """The runtime of a meta model's run has died, and the run asks whether it may look for another runtime now.
 
     The answer is Proceed, Hold or Refuse. The run keeps its thread, so it does not count among the waiting requests.
     """
@@ -239,7 +239,7 @@ class Connect:
     device: int
     #: True if the model was ready here before, so that the runtime starts it again.
     started: bool
-    #: True if the runtime shall start the model even if it may be cold.
+    #: True if the runtime shall start the model even if the model would otherwise stay cold.
     asked: bool
 
 

@@ -6,7 +6,7 @@ A front decides about each request that no runtime answers at once. `handle` tak
 2. start: while requests wait and no runtime serves the model, start it on one device;
 3. expire: refuse the requests that cannot wait longer;
 4. submit: resubmit the requests that have a runtime now. A request that was executing when a runtime died is a suspect:
-   suspects are resubmitted one after another. So if one of them ends the next runtime, no other suspect is blamed for it.
+   suspects are resubmitted one after another. So if a suspect ends the next runtime, no other suspect is blamed for that.
 
 Inference has no side effects, and Triton keeps a request's inputs until it is answered. So a death costs time, not answers.
 """
@@ -59,7 +59,7 @@ from rsrv.front.states import ATTEMPTING, STARTABLE, ServingEvent, ServingState
 from rsrv.placement.device_choice import PINNED, allowed, by_preference
 from rsrv.wire.frames import StartProgress, Status
 
-#: Replace this process after this number of attempts in which it and the runtime did not understand each other.
+#: Replace this process after this many attempts that failed because the process and the runtime do not understand each other.
 _MOST_MISUNDERSTOOD = 5
 
 _GIVEN_UP = "the model's process cannot reach its runtime, and is being restarted: %s"
@@ -114,7 +114,7 @@ class Front:
         self._nbytes = 0
         #: The suspect that was submitted and has no answer yet.
         self._suspect: FrontRequest | None = None
-        #: True if no runtime took the latest request. The next tick tries again.
+        #: True if no runtime took the requests that were submitted last. They are submitted again after `TimePassed`.
         self._is_stuck = False
         self._killers = Killers()
         self._closed = False
@@ -139,11 +139,11 @@ class Front:
 
     @property
     def next_at(self) -> float:
-        """The next tick is due at this time at the latest, and earlier if requests wait."""
+        """Time when the next pause of a device ends. The owner must report `TimePassed` then, and earlier if requests wait."""
         return min((device.due for device in self._devices.values()), default=inf)
 
     def demand(self) -> dict[str, int]:
-        """Return a summary of the waiting requests in the form of REGISTER. It is empty if no request waits."""
+        """Return a summary of the waiting requests, as the frame REGISTER has it. It is empty if no request waits."""
         if not self._waiting:
             return {}
         earliest = min(filter(None, (request.deadline_s for request in self._waiting)), default=0.0)
@@ -157,7 +157,7 @@ class Front:
         return Snapshot(views, len(self._waiting), self._start_timeout_s, self._killers.table)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Return the instructions that follow from an event. Raises FrontError if a device's state does not allow it."""
+        """Return the instructions that follow from an event. Raises FrontError if a device's state does not allow the event."""
         if self._closed:
             return _refuse_closed(event)
         self._out = []
@@ -201,7 +201,7 @@ class Front:
             case DevicesKnown(count):
                 self._grow(count)
             case LoadAsked(number):
-                # The first runtime has rejected the model, and may have found devices that this front does not know yet.
+                # The load tries the devices in turn. An earlier runtime may have found devices that this front does not know.
                 self._grow(number + 1)
                 if self._devices[number].state is ServingState.UNTRIED:
                     self._connect(self._devices[number], asked=False)
@@ -257,7 +257,7 @@ class Front:
         self._grow(event.devices)
         if is_again:
             self._out.append(Report(rules.RECONNECTED, is_error=False))
-        # Start the model on the other devices only now, because they find its compiled modules in the cache.
+        # Start the model on the other devices only now, when they find its compiled modules in the cache.
         for untried in self._in({ServingState.UNTRIED}):
             self._connect(untried, asked=False)
 
@@ -292,8 +292,8 @@ class Front:
         else:
             device.pause(now, rules.FIRST_START_PAUSE_S, rules.MAX_START_PAUSE_S)
             self._out.append(Report(rules.NOT_SERVED % (device.number, event.reason)))
-        # This process would understand no other runtime either. If a new process also cannot reach the runtime, the model's
-        # load fails, and the control process reports that.
+        # Further attempts of this process would also fail, so replace the process. If the new process also cannot reach the
+        # runtime, the model's load fails, and the control process reports this.
         if event.final or device.misunderstood == _MOST_MISUNDERSTOOD:
             self._out.append(ReplaceProcess(_GIVEN_UP % event.reason))
 
@@ -421,8 +421,8 @@ class Front:
     def _is_given_up(self, device: FrontDevice, now: float) -> bool:
         """Return True if the model should start elsewhere: this device rejects it, or has had no runtime for some time.
 
-        After a runtime's death, the front gives up the device only after some seconds. If no runtime can be started, it does so
-        at once.
+        After a runtime's death, the front gives up the device only after some seconds. If no runtime can be started, the front
+        gives it up at once.
         """
         if device.state is ServingState.REJECTED:
             return True
@@ -453,7 +453,8 @@ class Front:
             was_ready=was_ready,
             is_starting=is_down and (bool(steps) or not was_ready),
             retry_s=self._retry_s,
-            # Without a limit from a runtime, use the general one: a runtime may end before its last frame is read.
+            # If no runtime's limit is known, use the general limit. A runtime may end before its announcement of the limit is
+            # read.
             limit_s=self._start_timeout_s or self._retry_s,
             stepped_at=max(device.stepped_at for device in devices),
             ready_at=min((device.ready_at for device in steps if device.ready_at), default=0.0),

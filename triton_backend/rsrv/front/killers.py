@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from rsrv.front.rules import DIGEST_COUNTS_S, MAX_DEATHS, MAX_DIGESTS
 
-#: For each digest of inputs, the number of runtimes that died while they executed them, and the time when the entry expires.
+#: For each digest of inputs, the number of runtimes that died while they executed these inputs, and the time when the entry
+#: expires.
 KillerTable = Mapping[bytes, tuple[int, float]]
 
 
@@ -18,7 +19,7 @@ class Killers:
         self.table: KillerTable = {}
 
     def record(self, digest: bytes, deaths: int, now: float) -> None:
-        """Record how many runtimes died while they executed these inputs. 0 clears the record, because they were answered."""
+        """Record how many runtimes died while they executed these inputs. 0 clears the record: the inputs were answered."""
         table = {known: entry for known, entry in self.table.items() if known != digest and now < entry[1]}
         if deaths:
             if len(table) == MAX_DIGESTS:

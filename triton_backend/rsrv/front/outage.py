@@ -38,7 +38,7 @@ def refuse_arrival(
     request: FrontRequest, outage: Outage, now: float, *, count: int, nbytes: int
 ) -> Refusal | None:
     """Return why a request cannot begin to wait, or None. `count` requests with inputs of `nbytes` wait already."""
-    # Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
+    # Refuse the sub-call, because only the dead runtime knew its run. The meta model repeats the run in the next runtime.
     if request.is_sub_call and outage.was_ready:
         return Status.RUNTIME_DOWN, rules.DOWN
     refusal = refuse_waiting(request, outage, now)
@@ -56,7 +56,7 @@ def refuse_waiting(request: FrontRequest, outage: Outage, now: float) -> Refusal
         return Status.INTERNAL, rules.SUSPECT
     request.waiting_since = request.waiting_since or now
     # During a start, the limit of the latest step replaces the limits of earlier steps, which may be longer. If the runtime dies
-    # during the start, the request keeps that limit unless `retry_s` from its first wait is longer.
+    # during the start, the later of two times applies: that limit, or `retry_s` after the request first waited.
     until = _wait_until(request.waiting_since, outage)
     request.retry_until = until if outage.is_starting else max(request.retry_until, until)
     deadline_s = request.deadline_s
@@ -64,7 +64,7 @@ def refuse_waiting(request: FrontRequest, outage: Outage, now: float) -> Refusal
         return Status.DEADLINE, still_starting(request, outage, now)
     if outage.is_down and now < deadline_s < outage.ready_at:
         return Status.DEADLINE, rules.TOO_SOON % (outage.ready_at - now)
-    # If a runtime serves the model, a suspect does not time out: it waits only for its turn.
+    # If a runtime serves the model, a suspect does not time out, because it waits only for the answers of other suspects.
     if now >= request.retry_until and (outage.is_down or not request.deaths):
         if outage.is_starting:
             return Status.STARTING, still_starting(request, outage, now)

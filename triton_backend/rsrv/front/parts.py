@@ -1,8 +1,8 @@
 """The parts of a request with more rows than the largest compiled size. Pure.
 
-Each part is a request of its own for the runtime and for `Front`. Only some parts are submitted at a time. So a large request
-holds a small share of its model's queue, requests of other clients execute between its parts, and it needs shared memory for
-these parts only.
+For the runtime and for `Front`, each part is a separate request. Only a few parts of a request are submitted at a time. So a
+large request takes only a small share of its model's queue, requests of other clients execute between its parts, and only the
+submitted parts need shared memory.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Parts:
         return taken
 
     def end(self, *, answered: bool) -> bool:
-        """Take the end of a submitted part. Return True if the request ends with it."""
+        """Record the end of a submitted part. Return True if the request ends with this part."""
         self._submitted -= 1
         if self.ended or (answered and (self._submitted or self._next < self._rows)):
             return False

@@ -7,31 +7,32 @@ from rsrv.wire.frames import Status
 
 # --- limits -------------------------------------------------------------------------------------------------
 
-#: Pause between two attempts to reach a runtime. It doubles up to the maximum.
+#: First and longest pause between two attempts to reach a runtime. Each pause is twice as long as the one before.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 5.0
-#: The maximum for a runtime that rejects the model, because it reads the whole bundle each time.
+#: Longest pause if the runtime rejects the model. It is longer, because the runtime reads the whole bundle at each attempt.
 MAX_REJECTED_BACKOFF_S = 60.0
-#: Pause after a failed start of a cold model. After it, a request may start the model again. It doubles up to the maximum.
+#: First and longest pause after a failed start of a cold model. After the pause, a request may start the model again. Each pause
+#: is twice as long as the one before.
 FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 1.0, 60.0
 #: Number of attempts that a model's first load makes while runtimes crash.
 FIRST_ATTEMPTS = 10
-#: Longest wait until a new runtime process listens. The process loads jax only after that.
+#: Longest wait until a new runtime process listens. The process listens before it loads jax.
 START_TIMEOUT_S = 60.0
-#: If the runtime of a further device did not start, no front tries again for this time.
+#: If the runtime of a device other than device 0 did not start, no front tries to start it again for this time.
 FAILURE_COUNTS_S = 60.0
 #: Longest wait for the answer to a frame that needs no work.
 GREETING_TIMEOUT_S = 60.0
-#: Longest wait of a model's load for the first attempts of further devices.
+#: When the first device serves a model, the model's load waits at most this long for the first attempts of the other devices.
 JOIN_S = 10.0
 
-#: Longest time for which a request that is sent waits until the runtime reads.
+#: Longest wait to send a request while the runtime does not read its socket.
 SEND_S = 0.1
 #: Time between two checks of a request for cancellation, and for a deadline that the runtime has not enforced.
 CHECK_PERIOD_S = 0.05
-#: Time after a deadline until the front enforces it. A healthy runtime enforces it before.
+#: The front ends a request this long after its deadline. A healthy runtime ends the request before.
 DEADLINE_GRACE_S = 0.1
-#: An execution that took longer than learned changes the learned duration by this weight, and counts as at most this many times
-#: the learned duration. The reason: waiting for a processor makes single executions seem far longer.
+#: LONGER_WEIGHT is the weight of an execution that took longer than the learned duration. The execution counts as at most
+#: LONGER_CAP times the learned duration. Both are small, because waiting for a processor makes single executions seem far longer.
 LONGER_WEIGHT, LONGER_CAP = 0.01, 4
 #: Shortest time between two reports of measurements.
 REPORT_PERIOD_S = 1.0
@@ -41,14 +42,14 @@ MAX_REQUESTS, MAX_REQUEST_BYTES = 1000, 256 << 20
 #: Maximum number of parts of a request that are submitted at a time. They keep two devices busy, each with one
 #: execution at work and the next one in its queue.
 MAX_PARTS = 4
-#: Limit of a request's wait for a whole start, as a multiple of its wait for one step.
+#: Longest wait of a request for a whole start, as a multiple of its longest wait for one step.
 MAX_STEPS = 10
-#: After this number of runtimes died while they executed a request, it is not tried again, because it may be the cause.
+#: If this many runtimes have died while they executed a request, the request is not submitted again: it may be the cause.
 MAX_DEATHS = 2
 #: Maximum number of stored digests of inputs that were executing when runtimes died, and the seconds for which a digest is stored.
 #: A model's crashes are remembered for the same time.
 MAX_DIGESTS, DIGEST_COUNTS_S = 64, 3600.0
-#: Time that a runtime is down before its model starts on another device. The next runtime usually starts sooner.
+#: If a runtime is down for this time, its model starts on another device. The next runtime usually starts sooner.
 ELSEWHERE_S = 3.0
 #: Time between two checks for a runtime while requests wait.
 TICK_S = 0.02
@@ -63,7 +64,7 @@ CODES = {
     Status.CANCELLED: "CANCELLED",
     Status.INTERNAL: "INTERNAL",
 }
-#: Statuses that Triton has no code for. A tag before the message has the status's name.
+#: Statuses that Triton has no code for. A tag with the status's name comes before the message.
 TAGGED = (
     Status.QUEUE_FULL,
     Status.DEADLINE,
@@ -99,7 +100,7 @@ CROWDED = (
     "the model is starting, and no more requests may wait for it. Send it again later, or start the model ahead with "
     "`rsrv prefetch --warm`"
 )
-#: Fields: the latest step and the time that is left, as far as they are known; the seconds that the request has waited, may
+#: The fields are STEP and TIME_LEFT, as far as they are known, and three times in seconds: how long the request has waited, may
 #: wait for a step, and may wait in all.
 STILL_STARTING = (
     "the model is starting%s%s. This request has waited for %.1f s; requests wait at most %g s without progress, and at most "

@@ -3,11 +3,11 @@
 `Front` moves each device along this table, and raises `FrontError` with the device's history if the table has no such
 change. docs/states.md shows the table as a diagram.
 
-These facts are attributes beside the state (`device.FrontDevice`), because each of them holds in several states:
+`device.FrontDevice` stores these facts in addition to the state, because each fact can be true in several states:
 
-- started: a runtime had the model ready here, and the model has not been cold since then. The next runtime starts it again;
-- asked: requests or the placement table want the model here, although it may be cold;
-- barred: the model has ended runtimes of this device, or its model.py fails. It then starts on no other device;
+- started: a runtime had the model ready here, and the model has not been cold since. The next runtime starts the model again;
+- asked: requests or the placement table require the model here, although it would otherwise stay cold;
+- barred: the model has ended runtimes of this device, or its model.py fails. The model then starts on no other device;
 - the pause before the next attempt, which doubles with each failure.
 """
 
@@ -20,7 +20,7 @@ class ServingState(StrEnum):
 
     #: No attempt was made to reach the device's runtime.
     UNTRIED = "untried"
-    #: An attempt is under way: to reach the runtime, which may have to start, and to register the model.
+    #: An attempt is under way to reach the runtime, which may have to start first, and to register the model.
     CONNECTING = "connecting"
     #: The runtime builds the model, and announces its steps.
     STARTING = "starting"
@@ -45,7 +45,7 @@ class ServingEvent(StrEnum):
     STEP = "step"
     #: The runtime has the model ready.
     REGISTERED = "registered"
-    #: The model is cold until a request comes: the runtime says so, or its device sleeps.
+    #: The model is cold until a request comes: the runtime has reported this, or the device sleeps.
     COOL = "cold"
     #: The runtime that had the model ready has ended.
     LOSE = "lost"
@@ -79,7 +79,7 @@ TRANSITIONS: Mapping[tuple[ServingState, ServingEvent], ServingState] = {
     (S.COLD, E.CONNECT): S.CONNECTING,
     (S.BACKING_OFF, E.CONNECT): S.CONNECTING,
     (S.REJECTED, E.CONNECT): S.CONNECTING,
-    # Nothing but a request starts the model again.
+    # A request starts the model again, or the placement table if the model serves on another device.
     (S.REJECTED, E.FORGIVE): S.COLD,
     **{(state, E.CLOSE): S.CLOSED for state in S if state is not S.CLOSED},
 }

@@ -34,12 +34,12 @@ from rsrv.serve import demo
 from rsrv.serve.exec_bound import PR_SET_PDEATHSIG
 from rsrv.text import duration, os_error
 
-#: Seconds to describe the device.
+#: Longest time that the description of the device may take, in seconds.
 _DESCRIBE_S = 120.0
 
 
 def main(argv: list[str]) -> int:
-    """Return 0, or 1 if anything failed."""
+    """Run the parts and print their findings. Return 0, or 1 if anything failed."""
     options = json.loads(argv[0])
     file = Path(options["json"]) if options["json"] else None
     models = Path(options["models"]).absolute() if options["models"] else None
@@ -82,7 +82,10 @@ def main(argv: list[str]) -> int:
 
 @dataclass(slots=True)
 class Table:
-    """The findings so far. Each finding is written to the file at once, and printed as a row when the next finding arrives."""
+    """The findings so far.
+
+    Each finding is written to the file at once. It is printed as a row when another finding follows or its part ends.
+    """
 
     device: DeviceFacts
     file: Path | None
@@ -113,7 +116,7 @@ class Table:
 
     def _write(self) -> None:
         if self.file is not None:
-            # Replace the file in one step, so that readers see a complete document, also after a run that was cut off.
+            # Replace the file in one step, so that readers see a complete document even after a run that was cut off.
             aside = self.file.with_name(f"{self.file.name}.new")
             text = json.dumps(document(self.device, self.findings, self.seconds), indent=1)
             aside.write_text(f"{text}\n")
@@ -122,7 +125,7 @@ class Table:
 
 @contextmanager
 def _table(device: DeviceFacts, file: Path | None) -> Iterator[Table]:
-    """Print the table's heading, and at the end of the block its last row, even after an error."""
+    """Print the table's heading, and yield the table. When the block ends, print the last row, even after an error."""
     put(heading(device))
     table = Table(device, file)
     try:
@@ -137,7 +140,7 @@ def _own(folder: Path, name: str) -> Path:
 
 
 def _bundles(paths: list[Path]) -> list[Path]:
-    """Return the bundles among these paths, and the bundles in the other paths, which are folders. Raises OSError."""
+    """Return these bundles. A path that is not a bundle is a folder: return the bundles in it. Raises OSError."""
     among = [bundle for path in paths for bundle in ([path] if _is_bundle(path) else sorted(path.iterdir()))]
     if bundles := [path.absolute() for path in among if _is_bundle(path)]:
         return bundles
@@ -153,7 +156,7 @@ def _end(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    # If this process gets SIGTERM or loses its parent, it ends in order, and its parts end with it.
+    # If this process gets SIGTERM or its parent ends, raise SystemExit, so that the parts also end.
     signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:

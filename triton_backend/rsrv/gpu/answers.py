@@ -1,4 +1,8 @@
-"""Parts `correctness` and `numerics`: compare the device's answers with the CPU's answers, and its products with float64."""
+"""Parts `correctness` and `numerics`.
+
+`correctness` compares the device's answers with the CPU's answers. `numerics` compares the device's products of matrices with
+products in float64.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -59,7 +63,7 @@ def _policy(
     reference: RuntimeProcess,
     before: Sequence[float],
 ) -> list[float]:
-    """Compare the bundles in `left`, and remove them from the list, until a bundle ends the runtime.
+    """Compare the bundles in `left` until a bundle ends the runtime. Compared bundles are removed from the list.
 
     Returns the largest error of each bundle that passed. `before` has the errors of earlier calls.
     """

@@ -1,4 +1,4 @@
-"""Part `contexts`: compare the card's memory for plain models, each with its own context, with that for models in a runtime."""
+"""Part `contexts`: compare how much of the card's memory models take, in one runtime or as plain models with a context each."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from rsrv.gpu.server import NoTriton, ask, plain_server
 from rsrv.text import amount
 
 _COUNTS = (1, 2, 4, 8)
-#: Starts a plain model of a bundle, and returns when it has answered.
+#: Starts the model of a bundle, and returns when the model has executed once.
 _Start = Callable[[Path], None]
 
 
@@ -53,7 +53,7 @@ def _read() -> tuple[int, Mapping[int, int]]:
 
 
 def contexts(part_input: PartInput, tell: Tell) -> None:
-    """Measure 1, 2, 4 and 8 small networks in a runtime, and as many plain models, in Triton if it starts."""
+    """Measure the memory of 1, 2, 4 and 8 small networks: in a runtime, and as plain models, in Triton if Triton starts."""
     if part_input.on_cpu:
         tell(Finding("memory", "NOT RUN", reason="a CPU has no contexts"))
         return

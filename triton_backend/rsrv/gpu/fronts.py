@@ -1,4 +1,4 @@
-"""Part `fronts`: a model that rsrv serves, with each front, and a plain Triton model with the same modules."""
+"""Part `fronts`: compare a model that rsrv serves, with each front, with a plain Triton model of the same modules."""
 
 import shutil
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from rsrv.text import duration, rate
 from rsrv_bundle.numerics import TOLERANCE, difference
 
 _SIZES, _CLIENTS = (1, 4, 8, 16, 32), (1, 16)
-#: Share of the part's time for the measurements. The server needs the other time for its start.
+#: Share of the part's time for the measurements. The start of the servers needs the rest of the time.
 _MEASURING = 0.5
 
 
 def fronts(part_input: PartInput, tell: Tell) -> None:
-    """Measure one model after the other with 1 and with 16 clients. The plain model has a separate tritonserver."""
+    """Measure each model with 1 and with 16 clients, one model at a time. The plain model has a separate tritonserver."""
     # An installation without the library has only the Python front.
     names = ("native", "python") if LIBRARY.is_file() else ("python",)
     bundle, *_ = export_networks(part_input.folder / BUNDLES, names[:1], _SIZES)

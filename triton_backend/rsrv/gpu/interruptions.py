@@ -25,9 +25,9 @@ from rsrv.text import amount, duration
 #: Bytes that the server itself may hold on a card while its runtime sleeps.
 _OF_SERVER = 1_000_000_000
 _MODELS = 6
-#: Share of the part's time for each pause: there are two for each of three interruptions.
+#: Share of the part's time for each pause. There are six pauses: one before and one after each of three interruptions.
 _PAUSES = 0.08
-#: Number of requests before the runtime is killed without Triton.
+#: If there is no Triton, number of requests before the runtime is killed.
 _BEFORE = 20
 #: Seconds between attempts to connect after the runtime was killed.
 _RETRY_S = 0.02
@@ -79,7 +79,7 @@ def _through_triton(
 
 
 def _without_triton(part_input: PartInput, tell: Tell, models: Sequence[Model]) -> None:
-    """Kill a runtime without a server. A client then connects again and again until it gets an answer."""
+    """Kill a runtime that runs without a server. One client then connects again and again until it gets an answer."""
     answers = Answers()
     with runtime(part_input, "death", part_input.device.platform) as process:
         with clients(process, models[:1]) as (client,):
@@ -131,7 +131,7 @@ class _Load:
     def through(self, title: str, act: Callable[[], object], pause_s: float) -> Finding:
         """Interrupt the runtime with `act` while clients send requests. Wait `pause_s` seconds before and after that.
 
-        Return a finding with the longest time without an answer. It fails if an answer was wrong or a request failed.
+        Return a finding with the longest time without an answer. The finding is FAIL if an answer was wrong or a request failed.
         """
         time.sleep(pause_s)
         began = time.perf_counter()
@@ -139,7 +139,7 @@ class _Load:
         acted = time.perf_counter()
         time.sleep(pause_s)
         ended, now = sorted(self.right), time.perf_counter()
-        # Count from the last answer before the interruption until now.
+        # Consider the time from the last answer before the interruption until now.
         since = ended[max(0, bisect_left(ended, began) - 1) :]
         gap = (
             max(later - earlier for earlier, later in itertools.pairwise([*since, now]))

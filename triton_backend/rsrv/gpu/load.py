@@ -38,7 +38,7 @@ class Latency(NamedTuple):
 
 
 def generator() -> str | None:
-    """Return the path of perf_analyzer, or None if it does not run here. Processes of this module then replace it."""
+    """Return the path of perf_analyzer, or None if it does not run here. `measure` then starts processes of this module."""
     path = shutil.which("perf_analyzer") or str(Installation.at(default_folder()).perf_analyzer)
     try:
         ask_flags(path, "concurrency-range")
@@ -56,7 +56,7 @@ def measure(
     report = part_input.folder / "report.csv"
     command = [perf_analyzer, "-m", model, "-u", address, "-i", "grpc", "--input-data", "random"]
     command += ["--concurrency-range", str(clients), "-p", str(round(seconds / _WINDOWS * 1e3))]
-    # Average the windows even if they differ.
+    # With -s 9999, perf_analyzer averages the windows even if they differ.
     command += ["-r", str(_WINDOWS), "-s", "9999", "-f", str(report)]
     subprocess.run(command, check=True, env=part_input.environment, timeout=4 * seconds + _MORE_S)
     (row,) = csv.DictReader(report.read_text().splitlines())

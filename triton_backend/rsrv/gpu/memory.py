@@ -1,4 +1,4 @@
-"""Parts `budget` and `out-of-memory`: the memory of jax's allocator, the share of it that tensors can fill, and refusals."""
+"""Parts `budget` and `out-of-memory`: how much memory jax's allocator has, how much tensors can fill, and what happens then."""
 
 import ctypes
 import time
@@ -15,7 +15,7 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.text import amount, duration, percent
 from rsrv_bundle.precision import product
 
-#: Bytes of the largest and the smallest tensor that fills the device.
+#: Bytes of the largest and of the smallest tensor with which `_fill` fills the device.
 _LARGEST, _SMALLEST = 1 << 30, 1 << 20
 #: Tensors must fill at least this share of the allocator's limit.
 _SHARE = 0.98
@@ -107,7 +107,7 @@ def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
     zeros = np.zeros(_LARGEST, np.uint8)
     buffers: list[Buffer] = []
     filled = 0
-    with suppress(OutOfMemory):  # The number of filled bytes shows when the memory ended.
+    with suppress(OutOfMemory):  # The caller sees from the filled bytes when memory ran out.
         while (size := min(_LARGEST, (limit - (device.memory_in_use() or 0)) // 2)) >= _SMALLEST:
             buffers += device.upload([zeros[:size]])
             filled += size
@@ -136,7 +136,7 @@ def card_memory() -> tuple[int, int]:
 
 @contextmanager
 def nvml_card() -> Iterator[Any]:
-    """Return NVML's handle of the first card that CUDA sees. This process creates no context on it."""
+    """Yield NVML's handle of the first card that CUDA sees. This creates no context on the card."""
     cuda, device, bus = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
     if (
         cuda.cuInit(0)

@@ -55,7 +55,7 @@ def place_plain(repository: Path, name: str, bundle: Path, platform: str, larges
 
 
 def _environment(prefix: Path) -> str:
-    """Return the parameter that lets Triton's stub import from this environment, because its own environment has no jax.
+    """Return the parameter that lets Triton's stub import from this environment, because the stub's own environment has no jax.
 
     Without a virtual environment the stub runs on the first python3 of PATH, as the server does.
     """

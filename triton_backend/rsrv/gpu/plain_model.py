@@ -2,9 +2,9 @@
 
     python plain_model.py BUNDLE PLATFORM
 
-`plain` copies it into a model repository as model.py. It executes a bundle's modules, so both sides compile the same;
-it batches the requests that Triton passes together, and pads them to the next compiled size. As a program, without Triton,
-it holds the card's memory until its input ends, as Triton's stub would.
+`rsrv.gpu.plain` copies this file into a model repository as model.py. The model executes a bundle's modules, so that it compiles
+the same modules as rsrv. It batches the requests that Triton passes together, and pads the batch to the next compiled size. As a
+program, without Triton, it holds the card's memory until its standard input ends, as Triton's stub would.
 """
 
 import json
@@ -29,7 +29,7 @@ class PlainModel:
     def __init__(self, path: Path, platform: str) -> None:
         """Compile every size, load the weights, and execute each size once."""
         bundle = read_bundle(path)
-        # Other plain models or rsrv's runtime are on the same device.
+        # Do not take all memory, because other plain models or rsrv's runtime are on the same device.
         self._device = JaxDevice(platform, memory=MemoryShare(0.4, preallocate=False))
         self._executables = {
             key[1]: self._device.compile(read_module(bundle, key, signature), signature)
@@ -40,7 +40,7 @@ class PlainModel:
             self.answer(np.zeros((size, *bundle.input_shape(0, 0, size)[1:]), np.float32))
 
     def answer(self, x: Any) -> Any:
-        """Return the rows of one execution, whose other rows are zeros."""
+        """Execute the rows of `x` once, padded with rows of zeros. Return only their results."""
         size = next(size for size in self._executables if size >= len(x))
         padded = np.concatenate([x, np.zeros((size - len(x), x.shape[1]), x.dtype)]) if size > len(x) else x
         (y,), _ = run(self._device, self._executables[size], self._weights, [padded])
@@ -61,7 +61,7 @@ class TritonPythonModel:
         self._model = PlainModel(Path(bundle), platform)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Execute once for all requests."""
+        """Answer all requests with one execution."""
         tensors = [self._pb.get_input_tensor_by_name(request, "x") for request in requests]
         inputs = [self._tensors.read(tensor, "f32") for tensor in tensors]
         y = self._model.answer(np.concatenate(inputs))

@@ -1,4 +1,4 @@
-"""Process of one part. Each part has a new process, because it may crash the device, hang, or leave memory behind."""
+"""Process of one part. Each part has a new process, because a part may crash the device, hang, or leave memory behind."""
 
 import multiprocessing
 import os
@@ -22,11 +22,11 @@ from rsrv.command import put
 from rsrv.gpu.report import DeviceFacts, Finding, PartInput, PlannedPart
 from rsrv.text import duration
 
-#: Maximum number of seconds to wait until the runtimes of a killed part have left the device.
+#: Maximum number of seconds to wait until the runtimes of a killed part have ended.
 _LEAVE_S = 10.0
-#: Title of the finding about everything that has no verdict when the time of a part is over.
+#: Title of the finding about all checks that have no verdict when the time of a part is over.
 LATE = "the rest"
-#: The end of a part's output that is printed if a finding is FAIL or NOT RUN.
+#: If a finding is FAIL or NOT RUN, this many characters from the end of the part's output are printed.
 _LOG_CHARACTERS = 4000
 
 
@@ -97,7 +97,7 @@ def run(
                 reason = f"ended with status {process.exitcode}; its last lines are on stderr"
                 yield Finding("process", "FAIL", reason=reason)
         finally:
-            # Do this even after the process has ended by itself. If it was killed, its servers and their runtimes
+            # Call `_end` even if the process has already ended. If the process was killed, its servers and their runtimes
             # still run.
             _end(process, Path(sockets))
             if not complete and (log := folder / "log").exists():
@@ -109,13 +109,13 @@ def _late(limit_s: float) -> Finding:
 
 
 def _end(process: SpawnProcess, sockets: Path) -> None:
-    """Kill the process with the servers that it started, and wait until its runtimes have left the device."""
+    """Kill the process and the servers that it started, and wait until the servers' runtimes have ended."""
     assert process.pid is not None
     with suppress(ProcessLookupError):  # The process has no group yet, or all of the group has ended.
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-    # The runtimes notice the server's end, and remove their folders when they end.
+    # The runtimes notice the server's end, and then end. A runtime removes its folder when it ends.
     end = time.monotonic() + _LEAVE_S
     while list(sockets.glob("*")) and time.monotonic() < end:
         time.sleep(0.1)
@@ -124,7 +124,7 @@ def _end(process: SpawnProcess, sockets: Path) -> None:
 def _work(
     folder: Path, sockets: str, send: "Connection[Any, Any]", work: Callable[..., None], *arguments: Any
 ) -> None:
-    # Use a separate group, so that it can be killed as a whole.
+    # Begin a new process group, so that this process and its servers can be killed together.
     os.setsid()
     threading.Thread(target=_end_with_parent, args=(folder.parent, sockets), daemon=True).start()
     with (folder / "log").open("ab") as log:

@@ -13,7 +13,11 @@ Verdict = Literal["PASS", "FAIL", "MEASURED", "NOT RUN"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table. For PASS and FAIL, `reason` names the criterion; MEASURED has none."""
+    """One row of the table.
+
+    `reason` has the criterion of a PASS, the criterion or the error of a FAIL, the obstacle of a NOT RUN, or a note about the
+    value of a MEASURED.
+    """
 
     what: str
     verdict: Verdict
@@ -55,9 +59,9 @@ class Amounts:
     #: Seconds before and after each interruption.
     pause_s: float = 6.0
     front_s: float = 8.0
-    #: Bytes of each output.
+    #: Sizes of outputs. Each model of the part `outputs` has one of them.
     outputs: Sequence[int] = (1_000, 600_000, 60_000_000)
-    #: Seconds of requests for all outputs.
+    #: Duration of the requests for outputs of all sizes together.
     output_s: float = 3.0
 
 
@@ -129,13 +133,13 @@ class PlannedPart:
 
     module: str
     function: str
-    #: Approximate seconds of the part on a card. They determine its share of the time.
+    #: Approximate seconds of the part on a card. They determine the part's share of the time.
     seconds: float
     #: True if the part uses the device in its own process. Otherwise it starts runtimes that use the device.
     on_device: bool = False
 
 
-#: Parts, the most important ones first, because a run may be cut off.
+#: All parts. The most important parts come first, because a run may be cut off.
 PARTS: Mapping[str, PlannedPart] = {
     "correctness": PlannedPart("answers", "correctness", 100),
     "contexts": PlannedPart("contexts", "contexts", 100),
@@ -171,7 +175,7 @@ def ends_of(names: Sequence[str], seconds: float) -> Mapping[str, float]:
 
 
 def too_late(part: PlannedPart, left_s: float) -> Finding | None:
-    """Return the finding that too few seconds are left to start the part, or None if they suffice."""
+    """Return None if enough seconds are left to start the part, and otherwise a finding that they do not suffice."""
     least = _LEAST_SHARE * part.seconds
     if left_s >= least:
         return None

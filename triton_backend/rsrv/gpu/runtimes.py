@@ -35,7 +35,7 @@ from rsrv_bundle.writer import document_of, write_manifest, write_weights
 _ANSWER_S = 120.0
 #: Number of elements of the input of the models of `make_models`.
 WIDTH = 4
-#: Number of models that are written at a time.
+#: Number of models that `make_models` writes at a time.
 _WRITERS = 4
 _TENSORS = 8
 _WEIGHTS = "weights.safetensors"
@@ -120,7 +120,7 @@ class RuntimeProcess:
 
 @contextmanager
 def runtime(part_input: PartInput, name: str, platform: str, **settings: object) -> Iterator[RuntimeProcess]:
-    """Run a runtime process on a platform, with keys of the section `runtime`. It ends when the block ends."""
+    """Run a runtime process on a platform until the block ends. `settings` are keys of the section `runtime`."""
     file = part_input.folder / f"{name}.yaml"
     section = {
         "platform": platform,
@@ -128,7 +128,8 @@ def runtime(part_input: PartInput, name: str, platform: str, **settings: object)
         **settings,
     }
     write_manifest(file, {"control": {"enabled": False}, "runtime": section})
-    # This process takes the server's place. Each server has one runtime for a device.
+    # A process that sleeps takes the place of tritonserver. Start one for each runtime, because a server has only one runtime
+    # for a device.
     server = subprocess.Popen(["sleep", "infinity"])
     launcher = Launcher(server.pid, "0", file, part_input.folder, part_input.environment)
     directory = paths.runtime_directory(server.pid, "0")
@@ -140,7 +141,7 @@ def runtime(part_input: PartInput, name: str, platform: str, **settings: object)
             pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             ended = os.pidfd_open(pid)
             os.kill(pid, signal.SIGKILL)
-            # The next runtime needs the device's memory.
+            # Wait for the runtime's end, because the next runtime needs the device's memory.
             select.select([ended], [], [])
             os.close(ended)
         paths.remove(directory)
@@ -152,7 +153,7 @@ class ModelClient:
     """One model over a separate connection. Only one thread at a time may use it."""
 
     def __init__(self, open_connection: Callable[[], Greeted], name: str, path: Path) -> None:
-        """Register the model, and wait until it is ready. Raises Rejected."""
+        """Open a connection, register the model, and wait until the model is ready. Raises Rejected."""
         self._connection = RuntimeConnection(open_connection())
         try:
             body = self._connection.register({"model": name, "bundle": str(path)})
@@ -197,7 +198,7 @@ class ModelClient:
 
 
 class Answers:
-    """Answers of the models of `make_models`: their times, and the number of wrong answers."""
+    """Statistics of the answers of the models of `make_models`: durations, and the number of wrong answers."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""A tritonserver that `rsrv serve` runs, for the parts that ask through Triton."""
+"""Tritonservers for the parts that send requests through Triton: one that `rsrv serve` runs, and one without rsrv."""
 
 import json
 import signal
@@ -24,11 +24,11 @@ from rsrv.text import duration
 from rsrv.triton_command_line import ask_flags
 from rsrv_bundle.writer import write_manifest
 
-#: Name of the folder of the bundles in the folder of a part.
+#: Name of the folder with bundles in the folder of a part.
 BUNDLES = "bundles"
 #: Limits in seconds for the start of a server with its models, for its end, and for a command.
 _START_S, _END_S, _COMMAND_S = 120.0, 40.0, 60.0
-#: Flags with which the server without rsrv listens only on loopback, as the server of `rsrv serve` does.
+#: With these flags, the server without rsrv listens only on loopback, as the server of `rsrv serve` does.
 _PRIVATE = ("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--allow-metrics=false")
 _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 
@@ -38,7 +38,7 @@ class NoTriton(Exception):
 
 
 def _tritonserver() -> str:
-    """Return the program. Raises NoTriton."""
+    """Return the path of the tritonserver program. Raises NoTriton."""
     try:
         program = find_tritonserver(None, lambda question: False)
     except ServeError:

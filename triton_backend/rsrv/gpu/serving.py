@@ -28,7 +28,7 @@ _WARM = 5
 _FIT = 0.25
 #: Exponent of Zipf's law for the models' popularity.
 _ZIPF = 1.0
-#: Share of the part's time for the measurement. Writing and registering the models need the other time.
+#: Share of the part's time for the measurement. Writing and registering the models need the rest of the time.
 _MEASURING = 0.5
 #: Minimum number of requests for each size of an output.
 _LEAST = 5
@@ -37,7 +37,8 @@ _LEAST = 5
 def latency(part_input: PartInput, tell: Tell) -> None:
     """For each size of weights, measure cold and warm requests.
 
-    Cold requests go to two models in turn, only one of which fits on the device. Warm requests go to the same model again.
+    Only one of two models fits on the device. Cold requests go to the two models in turn. After each cold request, warm requests
+    go to the same model.
     """
     for size in part_input.amounts.latency:
         title = f"weights of {amount(size)}"
@@ -70,7 +71,7 @@ def latency(part_input: PartInput, tell: Tell) -> None:
 
 
 def eviction(part_input: PartInput, tell: Tell) -> None:
-    """Send requests from several threads to many models whose weights are four times as large as the memory."""
+    """Send requests from several threads to many models. A quarter of their weights fits on the device."""
     amounts = part_input.amounts
     total = amounts.eviction_models * amounts.eviction_each
     if reason := _no_room(part_input, device=int(total * _FIT), files=total):
@@ -144,9 +145,9 @@ def outputs(part_input: PartInput, tell: Tell) -> None:
 
 
 def many(part_input: PartInput, tell: Tell) -> None:
-    """Register many small models in one runtime, and send a request to each in turn.
+    """Register many small models in one runtime, and send requests to them in turn.
 
-    Triton's stubs are not measured. Each takes another 25 MB of host memory.
+    Triton's stubs are not measured. Each stub takes another 25 MB of host memory.
     """
     amounts = part_input.amounts
     models = make_models(part_input, amounts.many_each, [f"m{i}" for i in range(amounts.many)])

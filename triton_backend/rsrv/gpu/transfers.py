@@ -19,15 +19,15 @@ from rsrv.text import amount, duration, percent
 from rsrv_bundle.precision import product
 
 _TENSORS = 16
-#: Minimum rate of loading weights from page-locked memory, as a share of the driver's own rate. XLA's staging, which rsrv turns
-#: off, halves it.
+#: Minimum rate of loading weights from page-locked memory, as a share of the driver's own rate. XLA's staging would halve the
+#: rate, so rsrv turns it off.
 _SHARE = 0.5
 
 
 def bandwidth(part_input: PartInput, tell: Tell) -> None:
-    """Measure the rate of loading weights and of reading outputs, with the same number of bytes.
+    """Measure the rates of loading weights and of reading outputs, with the same number of bytes.
 
-    On CUDA, also measure the driver alone.
+    On CUDA, also measure the copies of the driver alone.
     """
     device = JaxDevice(part_input.device.platform, memory=MemoryShare(preallocate=False))
     memory = aligned_copy(np.arange(part_input.amounts.transfer // 4, dtype=np.uint32))
@@ -71,7 +71,7 @@ def bandwidth(part_input: PartInput, tell: Tell) -> None:
 
 
 def overlap(part_input: PartInput, tell: Tell) -> None:
-    """Measure a second launch during an execution, and a load of weights during executions."""
+    """Measure how a second launch overlaps with an execution, and a load of weights with executions."""
     device = JaxDevice(part_input.device.platform)
     execute = _Products(device, part_input.amounts.side)
     execute.once()
@@ -116,7 +116,7 @@ def overlap(part_input: PartInput, tell: Tell) -> None:
 
 
 class _Products:
-    """Repeated executions of one product of matrices, which are on the device."""
+    """Repeated executions of one product of matrices. The matrices are on the device."""
 
     def __init__(self, device: JaxDevice, side: int) -> None:
         self._device = device
@@ -128,7 +128,7 @@ class _Products:
         return self._device.launch(self._executable, [], [self._matrix, self._matrix], unread=(0,))
 
     def once(self) -> float:
-        """Return the seconds of one execution, with its launch."""
+        """Return the seconds of one execution, including its launch."""
         started = time.perf_counter()
         self._device.read(self.launch())
         return time.perf_counter() - started
@@ -172,7 +172,7 @@ def _page_locked(device: JaxDevice | Driver, memory: Array, *, written: bool = F
 
 
 def _copy(driver: Driver, memory: Array, function: str) -> float:
-    """Copy between `memory` and memory of the driver, and return the seconds."""
+    """Copy between `memory` and memory of the device, with a function of the driver. Return the seconds."""
     target, nbytes = ctypes.c_uint64(), ctypes.c_size_t(memory.nbytes)
     host: Any = ctypes.c_void_p(memory.ctypes.data)
     with driver.current():

@@ -35,7 +35,7 @@ from rsrv.text import amount, duration, one_line
 from rsrv.triton_command_line import ask_flags
 from rsrv.wire.stub_process import living_stubs, regions_of
 
-#: Limit of the whole check, in seconds.
+#: Time limit of the whole check, in seconds.
 _LIMIT_S = 120.0
 #: The demo's model that both fronts can serve, and a batch for it.
 _MODEL = "unet"
@@ -49,12 +49,12 @@ input [{ name: "request", data_type: TYPE_UINT8, dims: [-1] }]
 output [{ name: "facts", data_type: TYPE_UINT8, dims: [-1] }]
 instance_group [{ kind: KIND_CPU }]
 """
-#: Flags that not all releases have, each with its purpose for `rsrv serve` or its user.
+#: Flags that some releases lack. The text for a flag says what `rsrv serve` or its user can do with it.
 _NEWER_FLAGS = {
     "allow-client-shm": "`rsrv serve --client-shm` sets --allow-client-shm",
     "http-max-input-size": "--http-max-input-size limits JSON over HTTP to 64 MiB",
 }
-#: Free bytes of /dev/shm that the servers of this check may need.
+#: The servers of this check may need this many free bytes of /dev/shm.
 _LEAST_SHM = 16_000_000
 #: Bytes of /dev/shm for each stub, as `rsrv serve` starts it.
 _SHM_PER_STUB = 1 << 20
@@ -64,7 +64,7 @@ _WORDS = {"PASS": "ok", "FAIL": "failed", "MEASURED": "note", "NOT RUN": "not ru
 
 
 def run(tritonserver: str | None) -> int:
-    """Print a line for each finding. Return 0, or 1 if something failed."""
+    """Check a tritonserver, and print a line for each finding. Return 0, or another status if something failed."""
     began = time.monotonic()
     try:
         program = find_tritonserver(tritonserver, lambda question: False)
@@ -101,7 +101,7 @@ def line(finding: Finding) -> str:
 def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
     """Check the program, and then a server that it runs.
 
-    The server has a model with each front, and a model that reports facts about its stub.
+    The server has one model for each front, and a model that reports facts about its stub.
     """
     try:
         flags = ask_flags(program)
@@ -121,7 +121,7 @@ def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
     shutil.copyfile(Path(__file__).with_name(f"{_FACTS}.py"), repository / _FACTS / "1" / "model.py")
     (repository / _FACTS / "config.pbtxt").write_text(_FACTS_CONFIG)
     log = part_input.folder / "serve" / "serve.log"
-    # In this folder, the server does not see other servers of this user.
+    # With its own RSRV_RUNTIME_DIR, the server does not see other servers of this user.
     part_input = replace(
         part_input, environment={**part_input.environment, "RSRV_RUNTIME_DIR": os.environ["RSRV_RUNTIME_DIR"]}
     )

@@ -1,6 +1,6 @@
-"""Common parts of hooks: `image`, `labels`, `boxes` and `text` (docs/hook-library.md).
+"""Common parts of hooks: `audio`, `boxes`, `image`, `labels`, `text` and `tokens` (docs/hook-library.md).
 
-Importing one of its modules loads only numpy. Pillow and tokenizers are loaded by the functions that need them.
+Importing one of these modules loads only numpy. Functions that need Pillow or tokenizers load them when they are called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 class BadInput(ValueError):
-    """The request is at fault: a hook or a `run` raises this to end the request with INVALID_ARG and this text."""
+    """The request is at fault. A hook or a `run` raises this error to end the request with INVALID_ARG and the error's text."""
 
 
 def floats(array: npt.NDArray[Any], name: str) -> None:

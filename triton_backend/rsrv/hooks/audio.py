@@ -1,4 +1,4 @@
-"""Sounds: conversion of WAV files to a network's samples, and of a network's frames to text."""
+"""Conversion of WAV files to the samples that a network takes, and of the frames that a network returns to text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rsrv.hooks import BadInput
 
 Array = npt.NDArray[Any]
 
-#: Codes of the formats of samples in a WAV file: whole numbers, floats, and a longer header that names one of the two.
+#: Codes of the formats of samples in a WAV file: whole numbers, floats, and a format whose longer header has one of these two
+#: codes.
 _WHOLE, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-#: Maximum number of channels in a file. Their mean becomes the only channel.
+#: Maximum number of channels in a file. The mean of all channels becomes the only channel.
 _MAX_CHANNELS = 8
 #: Maximum number of parts in a file before its samples. An empty part takes only eight bytes.
 _MAX_PARTS = 1000
@@ -33,9 +34,8 @@ class Sounds:
 def decode(files: Array, rate: int, *, most: int) -> list[Array]:
     """Decode WAV files to samples from -1 to 1, f32 each. The channels of a file are averaged.
 
-    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: maximum number of samples of a sound, which
-    the file's header states. Raises BadInput for files of other types, damaged files, and other rates, because rsrv does not
-    resample.
+    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: maximum number of samples of a sound.
+    Raises BadInput for files of other types, damaged files, and other rates, because rsrv does not resample.
     """
     return [_samples(row, bytes(file), rate, most) for row, file in enumerate(files.reshape(len(files)))]
 
@@ -122,7 +122,7 @@ def ctc(logits: Array, frames: Array, words: Sequence[str], *, blank: int, delim
     """Return the likeliest text of each row: repeated tokens become one, and then blanks are left out (CTC, greedy).
 
     logits: [n, t, words]. frames: [n], the number of frames that belong to the sound. words: the text of each token. delimiter:
-    the token between words.
+    the text of the token between words, which becomes a space.
     """
     texts = []
     for scores, count in zip(logits, frames, strict=True):

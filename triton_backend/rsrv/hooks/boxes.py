@@ -18,7 +18,7 @@ Format = Literal["xyxy", "xywh", "cxcywh"]
 #: enough for the cache.
 _BLOCK = 256
 
-#: If a bin of a region covers at least this many cells of a map, the map no longer affects its mean.
+#: If a bin of a region covers at least this many cells of a map, the map no longer affects the bin's mean.
 _ENDLESS = 2.0**40
 
 _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
@@ -56,7 +56,7 @@ def detections(
 ) -> list[list[dict[str, Any]]]:
     """Return each image's objects as transformers' pipelines do: score, label, and a box in whole pixels.
 
-    scores: [n, k, classes + 1], probabilities. The last one stands for "no object". boxes: [n, k, 4], centre and size in shares
+    scores: [n, k, classes + 1], probabilities. The last class is "no object". boxes: [n, k, 4], centre and size in shares
     of the image. sizes: [n, 2], heights and widths. Objects whose best score is at most `threshold` are left out.
     """
     corners = convert(boxes, "cxcywh", "xyxy") * np.tile(sizes[:, None, ::-1], 2)
@@ -161,7 +161,7 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     """Return the indices of the best kept boxes, i64 [n, most], best first, and a mask of the valid indices, bool [n, most].
 
     scores: floats [n, k], else ValueError. kept: [n, k], the result of `nms`. `np.take_along_axis(scores, indices, 1)` returns
-    their scores. If k < most, the results are [n, k].
+    the scores of these boxes. If k < most, the results are [n, k].
     """
     floats(scores, "scores")
     order = np.lexsort((-scores, ~kept), axis=1)[:, :most].astype(np.int64)
@@ -237,7 +237,7 @@ def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells:
         shares = _linear(start[:, None] + _places(numbers, bins * sampling, extent), cells)
         weights: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
         return weights
-    # An empty region has no point, and an endless one has hardly any point on the map. Their weights are all 0.
+    # An empty region has no point, and an endless region has hardly any point on the map. Their weights are all 0.
     counts = np.ceil(np.where(extent / bins < _ENDLESS, extent / bins, 0)).astype(np.int64)
     weights = np.zeros((len(start), bins, cells), start.dtype)
     for count in np.unique(counts[counts > 0]):
@@ -254,7 +254,10 @@ def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells:
 
 
 def _places(numbers: Array, points: int, extent: Array) -> Array:
-    """Return the distances of points from the start of their region: [m, numbers]. `numbers` are indices among `points` points."""
+    """Return the distances of points from the start of their region: [m, numbers].
+
+    A region has `points` points. `numbers` are the indices of the returned points.
+    """
     kind = extent.dtype.type
     places: Array = (numbers.astype(extent.dtype) + kind(0.5)) / kind(points) * extent[:, None]
     return places
@@ -262,7 +265,7 @@ def _places(numbers: Array, points: int, extent: Array) -> Array:
 
 def _linear(points: Array, cells: int) -> Array:
     """Return the weight of each cell of an axis at each point: [m, points, cells]."""
-    # Beyond its edge, the map continues for one cell with the value of the outermost cell. Further points have the weight 0.
+    # Beyond its edge, the map continues for one cell with the value of the outermost cell. Points beyond that have the weight 0.
     inside = (points >= -1) & (points <= cells)
     distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=points.dtype))
     shares: Array = (1 - distances).clip(0) * inside[..., None]

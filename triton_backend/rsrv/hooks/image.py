@@ -30,11 +30,11 @@ _FORMATS = ("JPEG", "PNG", "WEBP")
 
 #: Progressive JPEGs have about ten scans. Each scan takes time for the whole picture, although it may be only a few bytes long.
 _MAX_SCANS = 100
-#: Marker of a JPEG's segment with a length, or of the picture's end. Other FF bytes are data of a scan, or markers without a
-#: length.
+#: The marker of a JPEG's segment with a length, or the marker of the picture's end. Other FF bytes are data of a scan, or markers
+#: of segments without a length.
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 
-#: EXIF's tag for the orientation, and Pillow's transposition that makes a picture upright for each of its values (TIFF 6.0,
+#: EXIF's tag for the orientation. For each value of the tag, Pillow's transposition that makes a picture upright (TIFF 6.0,
 #: "Orientation").
 _ORIENTATION = 0x112
 _UPRIGHT = {
@@ -55,8 +55,8 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     Transparency is dropped, 16 bits become 8, and only the first picture of an animation is decoded. The arrays are read-only.
 
     `most_pixels` limits the sum over all rows. It is checked with the files' headers before anything is decoded. Pillow limits
-    one picture to 179 million pixels. A pixel takes `channels` bytes in the result. While its row is decoded, turned, converted
-    and copied, it takes 10 to 14 bytes in each thread that decodes.
+    one picture to 179 million pixels. A pixel takes `channels` bytes in the result. While a row is decoded, turned, converted
+    and copied, each of its pixels takes 10 to 14 bytes.
 
     Raises BadInput for files of other formats, damaged files, and files with too many pixels. However, a WebP file that was cut off
     is decoded with the zeros after it.
@@ -92,8 +92,9 @@ def resize(
     """Resize images of any sizes to u8 [n, height, width, c], size = (height, width). Their proportions may change.
 
     `resample` is a filter of Pillow. All filters except "nearest" average over all pixels that become one pixel (antialiasing), as
-    torchvision does with antialias=True. OpenCV's cv2.resize does not. Pillow changes widths first. At that point, all images
-    together may have at most `most_pixels` pixels, else BadInput. Only very high and narrow images come near this limit.
+    torchvision does with antialias=True. OpenCV's cv2.resize does not. Pillow changes widths first. With the new
+    widths and the old heights, all images together may have at most `most_pixels` pixels, else BadInput. Only very high and
+    narrow images come near this limit.
     """
     _limit(sum(image.shape[0] * size[1] for image in images), most_pixels)
     return _stack([_resized(image, size, resample) for image in images], size, images)
@@ -155,7 +156,7 @@ def letterbox(
     """Scale each image into the middle of `size`, keep its proportions, and add `fill` around it: u8 [n, height, width, c].
 
     The second result, f32 [n, 4], has the places of the images: horizontal and vertical scale, then left and top in pixels.
-    `from_letterbox` needs it. It may pass through a model as a separate tensor.
+    `from_letterbox` needs this result, which may pass through a model as a separate tensor.
     """
     pixels, places = [], []
     for image in images:
@@ -248,10 +249,11 @@ def _open(padded: Array) -> PIL.Image.Image:
     """Open a file. This reads only its header."""
     file = padded.tobytes()
     if file.startswith(b"RIFF"):
-        # A WebP file contains its length, and may end in zeros.
+        # Cut a WebP file at the length in its header, because the file itself may end in zeros.
         file = file[: 8 + int.from_bytes(file[4:8], "little")]
     else:
-        # With the zeros, a file that was cut off would seem complete to the JPEG decoder, and would be grey from there on.
+        # Remove the zeros. With them, a file that was cut off would seem complete to the JPEG decoder, and the rest of the
+        # picture would be grey.
         file = file.rstrip(b"\0")
     if file.startswith(b"\xff\xd8") and _has_too_many_scans(file):
         raise ValueError(f"it has more than {_MAX_SCANS} scans")
@@ -271,7 +273,7 @@ def _has_too_many_scans(jpeg: bytes) -> bool:
 
 
 def _pixels(image: PIL.Image.Image, channels: int) -> Array:
-    image.load()  # In a PNG file, EXIF may come last.
+    image.load()  # Read the whole file, because in a PNG file, EXIF may come last.
     turn = None
     # Ignore a damaged EXIF block. Pillow raises many kinds of errors for it.
     with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Conversion of a classifier's numbers to names of classes."""
+"""Conversion of a classifier's scores to names of classes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def top_k(scores: Array, k: int) -> tuple[Array, Array]:
 def read_names(path: Path | str, *, width: int | None = None) -> Array:
     """Read the names of classes from a file in UTF-8 with one name per line: u8 [c, width], with zeros after each name.
 
-    Indexed with the classes of `top_k`, the result is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width].
+    Index the result with the classes of `top_k` to get a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width].
     width: bytes of a row, by default those of the longest name. Raises ValueError when a name is longer.
     """
     return as_text(Path(path).read_text(encoding="utf-8").splitlines(), width=width)

@@ -17,9 +17,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 Hook = Callable[[Arrays], Arrays]
 
 
-#: Minimum limit of seconds for an import, because large libraries take several seconds, even if the limit of hooks is shorter.
+#: An import may take at least this many seconds even if the limit for hooks is shorter, because large libraries take several
+#: seconds.
 _IMPORT_S = 60.0
-#: Folders of the executed files.
+#: Folders of the files that `_execute` has executed.
 _folders: list[Path] = []
 
 
@@ -67,9 +68,9 @@ def import_limit_s(hook_timeout_s: float | None) -> float | None:
 def _execute(path: Path) -> types.ModuleType:
     """Execute a `model.py` as Python executes a script.
 
-    The file can import the modules in its folder. It has a module name, by which its functions and classes are pickled:
+    The file can import the modules in its folder. It has a module name, so that its functions and classes can be pickled:
     processes of `multiprocessing` get this process's `sys.path`, and import the file as `model`. The process of an alias or
-    a meta model executes several such files, whose folders may have modules with equal names.
+    a meta model executes several such files. Their folders may have modules with equal names.
     """
     folder = path.parent
     if folder not in _folders:
@@ -82,12 +83,12 @@ def _execute(path: Path) -> types.ModuleType:
     if number > 1:
         module.__dict__["__builtins__"] = _Imports.of(f"bundle_{number}", folder).builtins
     sys.modules[module.__name__] = module  # Pickles, dataclasses and typing look a module up by its name.
-    # Compile the file here instead of importing it, because Triton would take a .pyc file in its folder for a new version of
-    # the model.
+    # Compile the file here instead of importing it, because an import would write a .pyc file into the folder. Triton would take
+    # that for a new version of the model.
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
     except UnicodeEncodeError as error:
-        # Python in Triton's stub processes uses ASCII for file names, and cannot change that.
+        # Python in Triton's stub processes encodes file names in ASCII, and this cannot be changed here.
         if sys.getfilesystemencoding() != "utf-8" and os.path.lexists(error.object.encode()):
             raise HookError(
                 f"model.py cannot open {Path(error.object).name!a}: Triton's stub processes allow only ASCII in file "
@@ -103,7 +104,7 @@ def _execute(path: Path) -> types.ModuleType:
 
 
 class _Imports(MetaPathFinder):
-    """The imports of a second or later bundle in a process. The modules in its folder form a package of their own."""
+    """The imports of a second or later bundle in a process. The modules in the bundle's folder form a package of their own."""
 
     def __init__(self, package: str, folder: Path) -> None:
         self._package, self._folder = package, folder
@@ -140,7 +141,7 @@ class _Imports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the package. Its own imports then work as the imports of `model.py`."""
+        """Find a module of the package. The module's own imports then work as the imports of `model.py`."""
         if not fullname.startswith(f"{self._package}."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-#: Maximum number of bytes of a text that are read per token of the result. Without it, a megabyte of text would take a
-#: tokeniser most of a second.
+#: Only this many bytes of a text are read for each token of the largest length. Otherwise, a tokeniser would need most of a
+#: second for a megabyte of text.
 _BYTES_PER_TOKEN = 64
 
 
@@ -92,8 +92,8 @@ def _encode(
 def _no_panics() -> Iterator[None]:
     """Turn a panic of the package tokenizers into BadInput.
 
-    A regular expression of the file panics after ten million steps of backtracking. The class of a panic is not a subclass of
-    Exception, so a panic would end the thread.
+    A regular expression in a tokeniser's file panics after ten million steps of backtracking. The class of a panic is not a
+    subclass of Exception, so a panic would end the thread.
     """
     try:
         yield
@@ -107,8 +107,8 @@ def _no_panics() -> Iterator[None]:
 class Tokens:
     """Tokens, [n, length] each: ids, mask (1 for a token, 0 after the last token), and type (1 in the second text of a pair).
 
-    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and after the last token, and None unless
-    the Tokeniser was made with spans=True.
+    starts, ends: places of the tokens in their text, in characters. They are -1 for special tokens and after the last token. They
+    are None unless the Tokeniser was made with spans=True.
     """
 
     ids: Array
@@ -137,8 +137,8 @@ class Tokeniser:
         lengths: tokens in a row that the model is compiled for. pad_id: the id after a text's end, by default the id in the file,
         or 0. too_long: whether a text with more tokens than the largest length is cut or refused. prefix: text put in front of each
         text, except the second one of a pair. spans: also return places of the tokens. Raises ImportError if tokenizers is not
-        installed. Raises ValueError if the file is missing or is not a tokeniser, or if the largest length does not hold the marks
-        that the file puts around each text or pair.
+        installed. Raises ValueError if the file is missing or is not a tokeniser, or if the largest length does not hold the
+        special tokens that the file puts around each text or pair.
         """
         self._tokenizer = _open(path)
         self._lengths = sorted(lengths)
@@ -150,8 +150,8 @@ class Tokeniser:
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)
         self._cuts, self._prefix, self._spans = too_long == "cut", prefix, spans
-        # Override the file's padding and length, and keep its side for cuts. Also override files that cut only one text of a pair,
-        # because tokenizers would raise an error if the other text alone were too long.
+        # Override the file's padding and length, but cut at the side that the file names. Also override a file that cuts only one
+        # text of a pair, because tokenizers would raise an error if the other text alone were too long.
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()
@@ -170,7 +170,7 @@ class Tokeniser:
         Bytes beyond 64 for each token of the largest length are also cut off. With too_long="refuse", such a text raises
         BadInput instead.
         """
-        # Encode one more character, to detect a text that is too long. A part of a character would be left out.
+        # To detect a text that is too long, read four more bytes, because an incomplete character would be left out.
         most = self._most_bytes + (0 if self._cuts else 4)
         part = slice(-most, None) if self._left else slice(most)
         firsts = _texts(text, part)
@@ -217,7 +217,7 @@ class Tokeniser:
         return int(token_id)
 
     def words(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens in the middle of a text, including special tokens."""
+        """Return the text that these tokens have in the middle of a text. Special tokens are included."""
         names = [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
         decoder = self._tokenizer.decoder
         return " ".join(names) if decoder is None else str(decoder.decode(names))
@@ -227,15 +227,16 @@ class Tokeniser:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
 
-#: Marks around what a chat's client has written, in a prompt made by a chat template. Unicode has no such characters.
+#: Delimiters of the contents that a chat's client has written, in a prompt that a chat template has made. These code
+#: points are noncharacters of Unicode.
 CONTENT_BEGIN, CONTENT_END = "\ufdd0", "\ufdd1"
 
 
 class PromptTokeniser:
     """Makes prompts of texts for a model that generates, and text of its tokens. Safe to use from any thread.
 
-    The text takes the place of `{text}` in a template. Special tokens, for example the marks of a chat's turns, are recognised only
-    in the template. In the text they are ordinary characters.
+    The text takes the place of `{text}` in a template. Special tokens, for example the delimiters of a chat's messages, are
+    recognised only in the template. In the text, they are ordinary characters.
     """
 
     def __init__(self, path: Path | str, template: str = "{text}") -> None:
@@ -250,7 +251,8 @@ class PromptTokeniser:
         marks = [
             special.content for special in tokenizer.get_added_tokens_decoder().values() if special.special
         ]
-        # The result depends only on the text between the neighbouring special tokens, because spaces belong to words.
+        # Encode the text together with the template's text up to the neighbouring special tokens, because a token may include a
+        # space before a word.
         begin = max((before.rfind(mark) + len(mark) for mark in marks if mark in before), default=0)
         end = min((after.find(mark) for mark in marks if mark in after), default=len(after))
         self._left, self._right = before[begin:], after[:end]
@@ -277,14 +279,14 @@ class PromptTokeniser:
         return [*self._before, *own, *self._after]
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the prompt for a chat. Special tokens are recognised only outside of the marks around contents."""
+        """Return the prompt for a chat. Special tokens are recognised only outside of the delimited contents."""
         ids: list[int] = []
         plain = ""
         for index, part in enumerate(re.split(f"[{CONTENT_BEGIN}{CONTENT_END}]", text)):
             spots = [] if index % 2 else [spot.span() for spot in self._special.finditer(part)]
             if spots:
                 begin, end = spots[0][0], spots[-1][1]
-                # Encode a content together with the text before and after it, because spaces belong to words.
+                # Encode a content together with the text before and after it, because a token may include a space before a word.
                 ids += _encode(self._tokenizer, plain + part[:begin], add_special_tokens=False).ids
                 ids += _encode(self._template_tokenizer, part[begin:end], add_special_tokens=False).ids
                 plain = ""
@@ -298,26 +300,26 @@ class PromptTokeniser:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
-#: Character in place of bytes that are not a character, or not yet a complete one.
+#: The tokeniser returns this character for bytes that are no character, or that are not a complete character yet.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: After this many tokens without a whole character, replacement characters stand for their bytes.
+#: After this many tokens without a complete character, return replacement characters for the bytes of these tokens.
 _MAX_HELD = 16
 
 
 class TextStream:
     """The text of an answer while its tokens arrive.
 
-    It has only whole characters, and no possible beginning of a stop text. Tokens are decoded together with the tokens before
-    them, because a character can consist of several tokens, and a space may depend on its neighbours.
+    `feed` returns only whole characters, and holds back a possible beginning of a stop text. Tokens are decoded together with the
+    tokens before them, because a character can consist of several tokens, and a space may depend on the neighbouring tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        """Decode with `decode`. The text ends before the first of the texts in `stop`, which must not be empty."""
+        """`decode` decodes tokens. The text ends before the first of the texts in `stop`, none of which may be empty."""
         self._decode = decode
         self._stop = stop
         #: The latest tokens.
         self._tokens: list[int] = []
-        #: Number of the tokens whose text is in `_text`.
+        #: Number of tokens in `_tokens` whose text was already added to `_held`.
         self._read = 0
         #: Text that is held back, because it may be the beginning of a stop text.
         self._held = ""
@@ -334,7 +336,7 @@ class TextStream:
             if not whole.endswith(_BROKEN) or len(self._tokens) - self._read > _MAX_HELD:
                 self._held += whole[len(known) :]
                 if whole or len(self._tokens) > _MAX_HELD:
-                    # Keep the latest tokens, because they are the neighbours of the next ones.
+                    # Keep the latest tokens, because the text of the next tokens may depend on them.
                     del self._tokens[: self._read]
                 self._read = len(self._tokens)
                 self._find_stop()
@@ -343,10 +345,10 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the rest of the text, at the answer's end."""
+        """Return the rest of the text. Call this at the answer's end."""
         known, whole = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
         if not self.stopped:
-            # A limit may have cut the last character.
+            # The limit of tokens may have cut the last character.
             self._held += whole[len(known) :].rstrip(_BROKEN)
             self._find_stop()
         text, self._held, self._tokens, self._read = self._held, "", [], 0

@@ -1,4 +1,4 @@
-"""Answers about tokens: named entities and words for a mask, in the form of transformers' pipelines."""
+"""Conversion of scores of tokens to named entities and to words for a mask, in the form of transformers' pipelines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entities(
 
 
 def _groups(best: Array, starts: Array, labels: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the label and the places of each group of a row's tokens. Marks and padding are left out."""
+    """Return the label and the places of each group of a row's tokens. Special tokens and padding are left out."""
     groups: list[tuple[str, list[int]]] = []
     last = None
     for place in np.flatnonzero(starts >= 0).tolist():
@@ -57,7 +57,7 @@ def _groups(best: Array, starts: Array, labels: Sequence[str]) -> list[tuple[str
 def candidates(
     scores: Array, tokens: Array, ids: Array, mask: Array, mask_id: int, tokeniser: Tokeniser
 ) -> list[list[dict[str, Any]]]:
-    """Return the likeliest tokens for the place of each row's mask, with the text that results from each.
+    """Return the likeliest tokens for the place of each row's mask, each with the row's text after the token replaces the mask.
 
     scores, tokens: [n, k], best first. ids, mask: [n, l] of `Tokeniser`.
     """

@@ -18,7 +18,7 @@ from rsrv.tokens import bears, read_token
 log = logging.getLogger(__name__)
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-#: Headers with which the page can load nothing from other sites, and no other page can embed it.
+#: With these headers, the page can load nothing from other sites, and no other page can embed this page.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -55,7 +55,7 @@ class LivePage:
     def __init__(self, source: PageSource, token: PageToken | None) -> None:
         self._source, self._token = source, token
         self._watchers = 0
-        #: Held while a trace is made, so that only one trace, which has megabytes, is in memory.
+        #: Held while a trace is made. A trace has megabytes, so only one may be in memory at a time.
         self._tracing = asyncio.Lock()
         folder = resources.files("rsrv.live") / "page"
         self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}

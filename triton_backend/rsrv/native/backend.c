@@ -55,7 +55,7 @@ TRITONSERVER_Error* TRITONBACKEND_ModelInitialize(TRITONBACKEND_Model* model) {
 TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model) {
     void* replicas = NULL;
     TRITONSERVER_Error* error = TRITONBACKEND_ModelState(model, &replicas);
-    // Triton also ends models that could not be opened.
+    // Triton also calls this for models that could not be opened. They have no state.
     if (!error && replicas) replicas_close(replicas);
     return error;
 }
@@ -68,14 +68,15 @@ TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelIns
     return error ? error : TRITONBACKEND_ModelInstanceSetState(instance, replicas);
 }
 
-// Owns the requests once the model's state is known, and answers each one. An error would leave the requests to Triton.
+// Takes over the requests once it has the model's state, and answers each one. After that, it returns no error, because an
+// error would leave the requests to Triton.
 TRITONSERVER_Error* TRITONBACKEND_ModelInstanceExecute(
     TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
     void* replicas = NULL;
     uint64_t begun = (uint64_t)now_ns();
     TRITONSERVER_Error* error = TRITONBACKEND_ModelInstanceState(instance, &replicas);
     if (error) return error;
-    // There is one request at a time, because rsrv-gen configures no batcher.
+    // `count` is 1, because rsrv-gen configures no batcher.
     for (uint32_t i = 0; i < count; i++) replicas_submit(replicas, instance, requests[i]);
     uint64_t ended = (uint64_t)now_ns();
     error = TRITONBACKEND_ModelInstanceReportBatchStatistics(instance, count, begun, begun, ended, ended);

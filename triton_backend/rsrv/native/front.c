@@ -117,7 +117,8 @@ bool device_retry(struct device* device, bool is_wanted, int64_t now) {
 // --- the devices of a model -----------------------------------------------------------------------------------------
 
 // Returns true if the model should start elsewhere: this device rejects it, or has had no runtime for some time. After a
-// runtime's death, the front gives up the device only after some seconds. If no runtime can be started, it does so at once.
+// runtime's death, the front gives up the device only after some seconds. It gives up the device at once if no runtime can
+// be started.
 static bool is_given_up(const struct device* device, int64_t now) {
     if (device->state == STATE_REJECTED) return true;
     if (device->state != STATE_CONNECTING && device->state != STATE_BACKING_OFF) return false;
@@ -159,7 +160,7 @@ void read_outage(struct outage* outage, const struct devices* devices, uint64_t 
     outage->is_down = true;
     outage->was_ready = false;
     outage->retry_ns = retry_ns;
-    // Without a limit from a runtime, use the general one: a runtime may end before its last frame is read.
+    // If no runtime's limit is known, use the general limit. A runtime may end before its announcement of the limit is read.
     outage->limit_ns = start_timeout_ns ? start_timeout_ns : retry_ns;
     outage->stepped_ns = outage->ready_at_ns = 0;
     *outage->step = 0;
@@ -212,10 +213,10 @@ bool refuse_waiting(
     }
     if (!pending->waiting_since_ns) pending->waiting_since_ns = now;
     // During a start, the limit of the latest step replaces the limits of earlier steps, which may be longer. If the runtime
-    // dies during the start, the request keeps that limit unless `retry_ns` from its first wait is longer.
+    // dies during the start, the later of two times applies: that limit, or `retry_ns` after the request first waited.
     int64_t until_ns = wait_until_ns(pending->waiting_since_ns, outage);
     if (outage->is_starting || pending->retry_until_ns < until_ns) pending->retry_until_ns = until_ns;
-    // If a runtime serves the model, a suspect does not time out: it waits only for its turn.
+    // If a runtime serves the model, a suspect does not time out, because it waits only for the answers of other suspects.
     bool is_over = now >= pending->retry_until_ns && (outage->is_down || !pending->deaths);
     if (outage->is_starting && pending->deadline_ns && pending->deadline_ns <= now) {
         *status = DEADLINE;
@@ -239,7 +240,7 @@ bool refuse_waiting(
 
 bool refuse_arrival(struct pending* pending, const struct outage* outage, uint32_t count, uint64_t bytes, int64_t now,
                     enum status* status, struct text* text) {
-    // Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
+    // Refuse the sub-call, because only the dead runtime knew its run. The meta model repeats the run in the next runtime.
     bool is_lost = pending->run && outage->was_ready;
     if (!is_lost) {
         if (refuse_waiting(pending, outage, now, status, text)) return true;

@@ -1,9 +1,9 @@
 // The guard of a model with the Python front. Triton shows each waiting request to the guard before it batches the request.
 //
-// Triton's Python backend reads all requests of an execute() before the model sees one. If it cannot read one of them, it
-// fails them all, and with dynamic batching the others belong to other clients. So Triton loads this library once more, as
-// the batching strategy of the model: batchstrategy.so in the model's directory. The guard changes nothing in the batches
-// of readable requests. It finds three kinds of unreadable requests:
+// Triton's Python backend reads all requests of an execute() before the model sees any of them. If the backend cannot read
+// one request, it fails all of them, and with dynamic batching the other requests belong to other clients. So Triton also
+// loads this library as the batching strategy of the model: batchstrategy.so in the model's directory. The guard does not
+// change how readable requests are batched. It finds three kinds of unreadable requests:
 //
 //   - A string is longer than the rest of its tensor. Triton does not check the last string of a tensor. The guard
 //     replaces all strings of the tensor by empty strings and adds a parameter. The stub refuses a request with this parameter.
@@ -30,10 +30,10 @@ EXPORT TRITONSERVER_Error* TRITONBACKEND_ModelBatchInitialize(const TRITONBACKEN
 EXPORT TRITONSERVER_Error* TRITONBACKEND_ModelBatchFinalize(void* batch);
 EXPORT TRITONSERVER_Error* TRITONBACKEND_ModelBatchIncludeRequest(TRITONBACKEND_Request*, void* batch, bool* include);
 
-// A guarded model. Triton gets it as the model's batcher, and as the state of each batch.
+// A guarded model. The guard gives it to Triton as the model's batcher, and as the state of each batch.
 struct guarded {
     uint32_t axes;   // number of axes of all inputs together, including batch axes
-    int64_t logged;  // time of the latest line in the log
+    int64_t logged;  // time of the guard's latest line in the log
     char name[256];
 };
 
@@ -91,7 +91,7 @@ static bool strings_fit(TRITONBACKEND_Input* input, uint32_t buffers) {
         int64_t memory_id = 0;
         TRITONSERVER_Error* error = TRITONBACKEND_InputBuffer(input, index, &buffer, &bytes, &memory, &memory_id);
         if (error) TRITONSERVER_ErrorDelete(error);
-        if (error || (memory != MEMORY_CPU && memory != MEMORY_CPU_PINNED)) return true;  // memory of a GPU
+        if (error || (memory != MEMORY_CPU && memory != MEMORY_CPU_PINNED)) return true;  // The strings are on a GPU.
         for (const uint8_t* at = buffer; bytes;) {
             if (!missing) {
                 uint32_t length;
@@ -106,7 +106,8 @@ static bool strings_fit(TRITONBACKEND_Input* input, uint32_t buffers) {
     return !missing;
 }
 
-// Replace the strings of an input by empty strings, and mark the request so that the stub refuses it. Return false on errors.
+// Replace the strings of an input by empty strings, and add the parameter that makes the stub refuse the request. Return false
+// on errors.
 static bool refuse_strings(TRITONSERVER_InferenceRequest* request, const char* input, int64_t strings) {
     static const char zeros[1 << 16];
     TRITONSERVER_Error* error = TRITONSERVER_InferenceRequestRemoveAllInputData(request, input);

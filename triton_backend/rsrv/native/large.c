@@ -10,7 +10,7 @@
 struct large {
     pthread_mutex_t lock;
     struct parts parts;
-    uint64_t number;  // number that the parts have in common in the runtime
+    uint64_t number;  // the runtime groups the parts of a request by this number; 0: it cannot
     struct pending* whole;  // holds Triton's request, which the parts read
     uint8_t* buffers[];     // buffers of the response, by output; NULL: the client does not want the output
 };
@@ -62,7 +62,7 @@ static uint32_t make_parts(struct large* large, struct pending* made[MAX_PARTS])
     return count;
 }
 
-// Answers a request that has ended, when no part is in progress. No other thread has the request then.
+// Answers a large request that has ended. No part of it is in progress, so no other thread uses it.
 static void finish(struct large* large, struct link* link) {
     pthread_mutex_destroy(&large->lock);
     waiting_finish(link, large->whole);
@@ -92,7 +92,7 @@ void large_begin(struct link* link, struct pending* whole) {
 void large_take(struct pending* part, struct link* link) {
     struct large* large = part->large;
     struct pending* made[MAX_PARTS];
-    // This is safe even if the request has ended, because its response stays while a part is in progress.
+    // Copying is safe even if the request has ended, because its response is kept while a part is in progress.
     if (part->status == OK) request_copy_outputs(part, large->buffers);
     part->request = NULL;
     pthread_mutex_lock(&large->lock);
@@ -103,8 +103,8 @@ void large_take(struct pending* part, struct link* link) {
     pthread_mutex_unlock(&large->lock);
     if (is_over) finish(large, link);
     for (uint32_t i = 0; i < count; i++) {
-        // Submit the part of a sub-call to this runtime, because only it knows the run. Submit other parts on the thread that
-        // resubmits requests, because copying inputs would keep the reader from reading answers.
+        // Submit the part of a sub-call to the same runtime, because no other runtime knows the run. Submit other parts on the
+        // thread that resubmits requests: if this thread, the reader, copied inputs, it would read answers late.
         if (run)
             link_resubmit(link, made[i]);
         else

@@ -19,8 +19,8 @@
 extern char** environ;
 
 // Returns the clock ticks from boot to the start of this process, or 0 if the system does not report them. The file is
-// read only once, because the kernel adds up all threads for each reader, and a server has a thread for each of
-// thousands of models.
+// read only once, because a read is slow: the kernel adds up the times of all threads, and a server has a thread for
+// each of thousands of models.
 static unsigned long start_time(void) {
     static atomic_ulong known;
     char line[1024];
@@ -31,8 +31,8 @@ static unsigned long start_time(void) {
     if (fd >= 0) close(fd);
     line[length > 0 ? length : 0] = 0;
     char* at = strrchr(line, ')');
-    // The name may contain any character, so start after it. The fields from the third on follow, and the 22nd is the
-    // start time.
+    // The second field, the process's name, may contain any character, so start after its parenthesis. The 22nd field is
+    // the start time.
     for (int field = 2; at && field < 22; field++) at = strchr(at + 1, ' ');
     if (at) ticks = strtoul(at, NULL, 10);
     atomic_store(&known, ticks);
@@ -93,7 +93,7 @@ static int connect_to(const char* directory) {
 
 static bool nobody_listens(void) { return errno == ENOENT || errno == ECONNREFUSED || errno == ECONNRESET; }
 
-// Exchanges the first frames. The runtime checks the versions. This front does not need the body of its answer.
+// Exchanges the first frames. The runtime checks the versions, so this front ignores the body of the runtime's answer.
 static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final) {
     struct text hello;
     uint8_t* buffer = malloc(MAX_FRAME);
@@ -145,8 +145,9 @@ static bool find_python(char path[PATH_BYTES]) {
     return false;
 }
 
-// Runs a program, and returns its pid or -1. It inherits stdout, stderr and `kept`, and no other descriptor, because Triton's
-// ports must end with Triton. This uses vfork, because fork would run handlers of libraries in this process, such as gRPC's.
+// Runs a program, and returns its pid or -1. The program inherits stdout, stderr and `kept`. It inherits no other descriptor,
+// because Triton's ports must be closed when Triton ends. vfork is used, because fork would run handlers that libraries such as
+// gRPC have registered in this process.
 static pid_t spawn(const char* program, char* const arguments[], int kept) {
     sigset_t all, before;
     // Block signals: the child shares this memory until execve, so no signal handler of the server may run in it.
@@ -215,8 +216,8 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     return false;
 }
 
-// Returns true, and the reason, if the runtime could not be started a short time ago. Then there is no further attempt: a card
-// that another server holds would delay every load. This is not so for device 0, because it may be the only device.
+// Returns true, and the reason, if a start of the runtime failed a short time ago. The caller then does not try again: otherwise,
+// a card that another server holds would delay every load. Device 0 is always tried, because it may be the only device.
 static bool has_failed(const char* path, uint32_t device, struct text* why) {
     struct stat found;
     char reason[1024];
@@ -230,8 +231,8 @@ static bool has_failed(const char* path, uint32_t device, struct text* why) {
     return counts;
 }
 
-// Writes the reason for other fronts and for the control process. The file is replaced as a whole, so they never read a
-// part of a reason.
+// Writes the reason of a failed start to a file, which other fronts and the control process read. The file is replaced as
+// a whole, so they never read a part of a reason.
 static void write_failure(const char* path, const struct text* why) {
     char beside[PATH_BYTES + 32];
     snprintf(beside, sizeof beside, "%s.new", path);
@@ -256,7 +257,8 @@ static bool start_unless_failed(
     return started;
 }
 
-// Connects to a runtime that was started. It may not listen yet if the process that started it has died.
+// Connects to a started runtime, and waits until the runtime listens. If another process started the runtime and died, the
+// runtime may not listen yet.
 static int connect_soon(const char* directory) {
     int64_t until = now_ns() + START_TIMEOUT_NS;
     for (;;) {

@@ -22,7 +22,7 @@ enum { FUTEX_HASH = 78, SET_SLOTS = 1, FUTEX_SLOTS = 4096 };
 // All models in this process share the reader, its epoll and its eventfd.
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
 static int epoll_fd = -1, wake_fd = -1;
-static _Atomic(struct link*) newly_watched;  // the reader takes all of them at once
+static _Atomic(struct link*) newly_watched;  // links to watch from now on; the reader takes the whole list at once
 static atomic_bool asleep;
 
 void link_hold(struct link* link) { atomic_fetch_add(&link->users, 1); }
@@ -79,7 +79,8 @@ static void detach(struct link* link) {
     link->buckets = NULL;
 }
 
-// Leaves a runtime that is gone, or that has rejected the model. Called on the reader, which has no other event of the socket.
+// Disconnects from a runtime that is gone, or that has rejected the model. Called on the reader's thread. This may free the link:
+// epoll_wait returns one event per socket, so no later event of the same call refers to the link.
 static void lose(struct link* link, const char* why, const char* client) {
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
@@ -239,9 +240,9 @@ static void take_rejected(struct link* link, const struct frame* frame) {
     lose(link, reason.bytes, client.bytes);
 }
 
-// Handles COLD: the runtime need not have the model until a request waits. If no request is in flight, the link leaves the
-// runtime, and requests that are about to be sent wait and start the model again. If requests are in flight, the link stays.
-// False: the link has no socket any more.
+// Handles COLD: the runtime can release the model until a request needs it. If no request is in flight, the link disconnects.
+// A request that another thread is about to send then waits and starts the model again. If requests are in flight, the link
+// stays connected. Returns false if the link has no socket any more.
 static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     pthread_mutex_lock(&link->lock);
     // A closed link may have frames left to read, but its owner is freed.
@@ -318,10 +319,11 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
 
 // --- the reader -----------------------------------------------------------------------------------------------------
 
-// Checks the links on which something waits. Removes the links on which nothing waits any more.
+// Answers late requests, cancels requests, and reports measurements that are due, for each link in the list. Removes the links
+// that need no further check.
 static void check_all(struct link** at, int64_t now) {
     for (struct link* link; (link = *at);) {
-        // execute() may hold the lock while a runtime does not read. Check the link the next time.
+        // The lock may be held for long: execute() holds it while a runtime does not read. Check this link the next time.
         if (pthread_mutex_trylock(&link->lock) != 0) {
             at = &link->next_watched;
             continue;
@@ -349,10 +351,10 @@ static void* read_all(void* nothing) {
     int64_t checked = 0;
     (void)nothing;
     while (buffer) {
-        // Set this before the check, so that a link that is added in between wakes the thread.
+        // Set `asleep` before checking the list, so that a link that is added after the check wakes the thread.
         atomic_store(&asleep, true);
         bool idle = !watched && !atomic_load(&newly_watched);
-        // With watched links, the thread wakes by itself, and submissions need not wake it.
+        // If links are watched, the thread wakes up regularly, so that submissions need not wake it.
         if (!idle) atomic_store(&asleep, false);
         int count = epoll_wait(epoll_fd, events, EVENTS, idle ? -1 : CHECK_MS);
         atomic_store(&asleep, false);
@@ -390,8 +392,8 @@ static void begin(void) {
 
 // --- a model is loaded and unloaded ---------------------------------------------------------------------------------
 
-// If a runtime ends during the load, perhaps because of another model, try the next runtime. A runtime rejects a model that has
-// crashed runtimes repeatedly.
+// Connects, and waits until the model is ready or cold, or until the load has failed. If a runtime ends during the load, perhaps
+// because of another model, the next runtime is tried. A runtime rejects a model that has crashed runtimes repeatedly.
 bool link_load(struct link* link, struct text* why, bool* barred) {
     link->loading = true;
     for (int attempt = 1;; attempt++) {
@@ -403,7 +405,8 @@ bool link_load(struct link* link, struct text* why, bool* barred) {
         bool attached = attach(link, why, &final);
         pthread_mutex_lock(&link->lock);
         if (!attached && device_fail(&link->device, why->bytes, !final, now_ns())) fail(link, why->bytes);
-        // If the runtime was lost after it had the model ready, an attempt is due, but there is no socket to wait for.
+        // If the runtime dies just after the model is ready, the device's state is STATE_CONNECTING, but no thread connects. Do
+        // not wait in this case: the link has no socket.
         while (link->fd >= 0 && device_is_attempting(&link->device)) pthread_cond_wait(&link->changed, &link->lock);
         enum model_state state = link->device.state;
         bool ready = state == STATE_READY || state == STATE_COLD;
@@ -452,7 +455,7 @@ void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
     int waited = 0;
     pthread_mutex_lock(&link->lock);
-    // Do not wait for a device whose runtime cannot be reached for any model.
+    // Do not wait if the latest attempt to reach the device's runtime, for whichever model, failed.
     while (device_is_attempting(&link->device) && !mender_fails(link->number) && waited == 0)
         waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
     pthread_mutex_unlock(&link->lock);
@@ -492,8 +495,8 @@ uint32_t link_devices(struct link* link) {
     return devices;
 }
 
-// If a runtime's work or its next round is overdue by s seconds, it is expected to take s more seconds. The same holds if the
-// runtime does not notice a request.
+// The estimate for anything overdue is its delay so far. If the end of the runtime's work, the runtime's next round, or its
+// notice of a request is overdue by s seconds, the runtime is expected to need s more seconds.
 int64_t link_answers_in_ns(struct link* link) {
     const uint64_t most = 3600 * (uint64_t)NS_PER_S;  // do not trust the board's numbers, which the runtime writes
     uint64_t now = (uint64_t)now_ns(), expected = UINT64_MAX;

@@ -13,17 +13,17 @@ struct queue {
     struct pending *first, *last;
 };
 
-// The requests that wait for a model.
+// Whether requests wait for a model, and the earliest of their deadlines.
 struct demand {
     bool waits;
     int64_t first_deadline_ns;  // 0: none
 };
 
-// A model's link. `lock` guards all fields below it. Only the reader closes the socket and ends requests that were sent, so
-// that each of them has one owner. When the last user drops the link, it is freed.
+// A model's link. `lock` guards all fields below it. The socket and the requests that were sent have one owner: only the reader
+// closes the socket and ends these requests. When the last user drops the link, it is freed.
 struct link {
     atomic_int users;
-    struct replicas* owner;  // lives until the link is closed, and while a request of the model is not answered
+    struct replicas* owner;  // exists until the link is closed and all requests of the model are answered
     uint32_t number;  // number of the device
     char *model, *registration, *settings;
     struct link *next_due, *next_watched;
@@ -31,14 +31,13 @@ struct link {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct device device;  // its state determines whether the link has a socket; STATE_CONNECTING begins without one
-    bool loading;  // link_load waits for the state, and reconnects the link itself
+    bool loading;  // true while link_load waits for the state; link_load then reconnects the link, and no mender does
     int fd;
-    bool stuck;  // the runtime did not read in time; until it reads again, frames do not wait for it
+    bool stuck;  // the runtime did not read in time; until it reads again, sending a frame does not wait for it
     struct arena* arena;
     uint32_t devices;  // number of the server's devices
     const _Atomic uint64_t* board;  // NULL without a connection
-    // The board's first word when the earliest requests were sent that the runtime may not have noticed, and the time when they
-    // were sent.
+    // The board's first word, and the time, when the earliest request was sent that the runtime may not have noticed yet.
     uint64_t word_at_send;
     int64_t unnoticed_ns;
     uint64_t execution_ns;  // learned duration of an execution
@@ -56,7 +55,8 @@ struct link {
     int64_t reported_ns;
 };
 
-// `count` links, by device. A link is never replaced, so no lock is needed. It is NULL if there was no memory.
+// A model's links: `links` has `count` entries, by device. An entry is never replaced, so no lock is needed. It is NULL if the
+// link could not be made.
 struct replicas {
     uint8_t digest[16];
     uint32_t count, home;
@@ -70,8 +70,8 @@ struct replicas {
     uint32_t waiting_count;
     uint64_t waiting_bytes;
     bool has_suspect;  // a suspect was submitted and has no answer yet
-    struct killers* killers;  // under the same lock; NULL until a request has ended a runtime
-    _Atomic int64_t killers_until_ns;  // time when the last record of inputs expires
+    struct killers* killers;  // inputs that were executing when runtimes died; NULL until a request has ended a runtime
+    _Atomic int64_t killers_until_ns;  // time when the last record in `killers` expires
     struct replicas* next_waiting;
 };
 
@@ -100,22 +100,25 @@ void resubmission_wake(void);  // called when a model has a runtime, or cannot h
 // Returns a link that is not used yet. The caller drops it, or closes it after loading or connecting. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
 // Waits until the runtime serves the model, however long compiling takes. False: the runtime does not serve it, for the reason
-// `why`. `barred` then says that no other runtime should try.
+// `why`. `barred` is then true if no other runtime should load the model.
 bool link_load(struct link*, struct text* why, bool* barred);
-// Begins an attempt to reach the runtime, without waiting for it, if none was made, or if the model is cold and `asked` for.
+// Begins an attempt to reach the runtime, and does not wait for its end. If there was an attempt before, does nothing, unless the
+// model is cold and `asked` is true.
 void link_connect(struct link*, bool asked);
 bool link_is_cold(struct link*);
 // Reports the waiting requests to the runtime that starts the model.
 void link_tell(struct link*, struct demand);
-void link_await(struct link*, int64_t until_ns);     // waits for the first attempt, if there is one
+void link_await(struct link*, int64_t until_ns);     // waits for the end of the current attempt, if there is one
 uint32_t link_devices(struct link*);
-// Returns the nanoseconds until the device would answer a request that came now; INT64_MAX without a runtime that reads.
+// Returns the nanoseconds until the device would answer a request that arrived now. INT64_MAX: no runtime serves the model, or
+// the runtime does not read.
 int64_t link_answers_in_ns(struct link*);
 void link_resubmit(struct link*, struct pending*);   // submits a request that has waited for a runtime
 void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
-// Makes the reader check the link from time to time while something waits on it. The caller holds the lock.
+// Makes the reader check the link regularly while the link has requests in flight, or measurements to report. The caller holds
+// the lock.
 void link_watch(struct link*);
 // Connects to the runtime, unless the link is closed. False: there is no runtime, and the next attempt is due after the
 // back-off.
@@ -127,22 +130,22 @@ bool mender_fails(uint32_t device);  // true if the last attempt to reach the de
 bool begin_thread(void* (*run)(void*), void* argument);
 void begin_condition(pthread_cond_t*);  // its timeouts are times of CLOCK_MONOTONIC
 
-// Takes all waiting requests, as a list by `next`. The caller holds the lock.
+// Removes all requests in flight from the link, and returns them as a list by `next`. The caller holds the lock.
 struct pending* waiting_take_all(struct link*);
-// Takes the requests of a DONE frame, with their outcomes. The frame was checked. The caller holds the lock.
+// Removes the requests of a checked DONE frame from the link, and returns them with their outcomes. The caller holds the lock.
 struct pending* waiting_take_done(struct link*, const struct frame*);
 // Asks the runtime to cancel requests that clients have cancelled. Returns copies of the requests whose deadline passed long ago,
 // to be answered. The requests themselves stay, because the runtime may write to their memory until it has ended them. The
 // caller holds the lock.
 struct pending* waiting_check(struct link*, int64_t now);
-bool waiting_is_late(const struct pending*, int64_t now);  // true if the grace after its deadline is over
+bool waiting_is_late(const struct pending*, int64_t now);  // true if the grace period after the request's deadline is over
 // Answers requests, a list by `next`, and frees their memory.
 void waiting_finish(struct link*, struct pending*);
-// Sends the figures since the last report. If the runtime does not read now, they wait. The caller holds the lock.
+// Sends the figures since the last report. If the runtime does not read now, a later call sends them. The caller holds the lock.
 void waiting_report(struct link*, int64_t now);
 
 // Ends the span of a traced request, before its answer.
 void trace_end(struct link*, const struct pending*);
-// Sends the ended spans. If the runtime does not read now, they wait. The caller holds the lock.
+// Sends the ended spans. If the runtime does not read now, a later call sends them. The caller holds the lock.
 void trace_report(struct link*);
 void trace_forget(struct link*, uint32_t count);

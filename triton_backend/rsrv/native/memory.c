@@ -26,7 +26,7 @@ struct range {
 // A mapped memfd. Its free ranges are in ascending order, and never adjacent.
 struct segment {
     uint32_t id;
-    int fd;  // -1: the runtime has it
+    int fd;  // -1: closed, because the runtime has a copy
     uint8_t* memory;
     uint64_t bytes;
     struct range* free;
@@ -107,7 +107,7 @@ void board_unmap(const _Atomic uint64_t* memory) {
 }
 
 bool board_blames(const _Atomic uint64_t* memory, const char* key) {
-    uint8_t box[BOX_BYTES + 1];  // one more byte shows that a text follows
+    uint8_t box[BOX_BYTES + 1];  // the extra byte is read only if a text about a crash follows the slots
     pthread_mutex_lock(&board_lock);
     struct board* board = boards;
     while (board->memory != memory) board = board->next;
@@ -162,9 +162,9 @@ void arena_close(struct arena* arena) {
     if (arena->places == 0) end(arena);
 }
 
-// Returns the free bytes of the machine or, if that is less, of the container. Pages are allocated when they are touched. If
-// there is no memory then, the kernel kills this process or another one. As in rsrv.limits, the parts of a container's file
-// cache that were read only once count as free, and half of the parts that were read again.
+// Returns the free bytes of the machine or, if the container has fewer, of the container. The caller checks them, because a
+// segment's pages are allocated only when they are touched: without memory, the kernel would then kill a process. As in
+// rsrv.limits, file cache of the container that was read only once counts as free, and so does half of the other file cache.
 static uint64_t spare_memory(void) {
     uint64_t spare = UINT64_MAX, kilobytes, limit, used, bytes, cache = 0;
     char line[128];

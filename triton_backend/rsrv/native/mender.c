@@ -3,10 +3,10 @@
 #include "link.h"
 
 // A thread that reconnects the links of one device. Each device has such a thread, so that a runtime that hangs does not delay
-// other devices. The links are in the order of their arrival, so that each has its turn.
+// other devices. The list has the links in the order of their arrival. The first link that is due is reconnected next.
 struct mender {
     bool begun;
-    atomic_bool fails;  // the last attempt failed
+    atomic_bool fails;  // the latest attempt, for whichever model, failed
     pthread_cond_t changed;
     struct link *first_due, *last_due;
 };

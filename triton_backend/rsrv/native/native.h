@@ -4,9 +4,9 @@
 //   request.c   one client's request: parameters, shapes, the copies into and out of shared memory, the answer
 //   replicas.c  a model's links, one per device of the server, and the choice of the link that answers a request
 //   placement.c the placement table, which names the devices where a model should run
-//   link.c      a model's connection to a runtime, and the thread that reads all of them
+//   link.c      a model's connection to a runtime, and the thread that reads all connections
 //   mender.c    the threads that connect models to a runtime again, one per device
-//   trace.c     trace contexts of requests, and ended spans until they are reported
+//   trace.c     trace contexts of requests, and the ended spans that are not reported yet
 //   large.c     requests that are submitted in parts
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
 //   front.c     decisions about requests without a runtime; it uses no locks and no clocks, and has no effects
@@ -84,7 +84,7 @@ void arena_forget(struct arena*);                             // records that th
 // Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is not a board. Closes the
 // descriptor.
 const _Atomic uint64_t* board_map(int fd, const char* directory);
-// Returns true if the black box of a runtime says that executions of a model may have ended it, or if there is no box.
+// Returns true if executions of the model `key` may have ended the runtime, by its black box, or if there is no black box.
 bool board_blames(const _Atomic uint64_t*, const char* key);
 // Returns true if the runtime has ended so that its device sleeps.
 bool board_sleeps(const _Atomic uint64_t*);
@@ -156,10 +156,11 @@ void put_u16(uint8_t*, uint16_t);
 void put_u32(uint8_t*, uint32_t);
 void put_u64(uint8_t*, uint64_t);
 void put_header(uint8_t*, uint16_t kind, uint32_t count);
-// Reads entry `index` of a DONE frame, and the place of its text. False: the frame is wrong.
+// Returns true if all entries and texts of a DONE frame are valid and fill the frame.
 bool completions_check(const struct frame*);
+// Returns entry `index` of a DONE frame.
 struct completion completion_at(const struct frame*, uint32_t index);
-// Reads the body of COLD, a time. False: the frame is wrong.
+// Reads the body of COLD: how long requests may wait for a step of the model's start. False: the frame is wrong.
 bool nanoseconds_read(const struct frame*, int64_t* ns);
 // Reads the body of STARTING: the shortest time that the start can take (0: not known), how long requests may wait for the
 // next step, and the text of this step. False: the frame is wrong.
@@ -221,26 +222,25 @@ struct pending {
     struct trace* trace;  // NULL: not traced
     bool cancelling;
     bool read;  // the parameters were read
-    // A part of a large request has these rows of Triton's request. The large request holds Triton's request.
+    // If this request is a part of a large request, it has `rows` rows of Triton's request, from the row `first` on.
     struct large* large;  // NULL: this request is not a part
     uint32_t first;       // row where the part begins
-    uint64_t whole;       // number that the parts have in common
+    uint64_t whole;       // number that all parts of the large request have in common
     bool admitted;        // a full queue does not refuse it
     TRITONBACKEND_Response* response;  // response of a large request; NULL: it is not made yet
     // The following fields are for resubmission.c. A request that was executing when a runtime died is a suspect.
     struct link* link;  // link on which the request waits; it lives until the answer
     bool suspect;  // this request is the suspect that was submitted and has no answer yet
-    uint32_t deaths;  // number of runtimes that died while they executed it
+    uint32_t deaths;  // number of runtimes that died while they executed this request
     uint64_t waiting_bytes;
     int64_t waiting_since_ns, retry_until_ns, checked_ns;  // 0: it has not waited yet
     enum status status;
     struct text* failure;  // NULL: none
 };
 
-// Returns the device of the run of a sub-call. -1: the request names no run.
+// Returns the number of the device where the run of a sub-call is. -1: the request is not a sub-call.
 int64_t request_run_device(TRITONBACKEND_Request*);
-// Reads the parameters. Call it once, because deadlines count from then. False: the request has failed, with `status`
-// and `failure`.
+// Reads the parameters, unless they were read before. False: the request has failed, with `status` and `failure`.
 bool request_read_parameters(struct pending*);
 // Checks the request against the description of a model, and sets its variant, its rows and the bytes of its place. False: the
 // request has failed.
@@ -281,7 +281,7 @@ bool link_logs(struct link*, enum status, uint32_t* left_out);
 
 struct replicas;
 
-// A model's links to the runtimes. Returns NULL and the reason if no runtime can serve the model.
+// Opens a model's links to the runtimes, and waits until a runtime serves the model. NULL: no runtime can, for the reason `why`.
 struct replicas* replicas_open(const char* model, const char* bundle, const char* settings, struct text* why);
 void replicas_close(struct replicas*);
 void replicas_submit(struct replicas*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request*);

@@ -91,8 +91,8 @@ static bool read_table(void) {
     uint64_t generation, before;
     if ((!read_generation(&generation) || generation == MOVED) && (!open_table() || !read_generation(&generation)))
         return false;
-    // If the table cannot be read, the writer may have written twice during the read, so try the new generation. If there is no new
-    // generation, this half of the file is damaged.
+    // If the table cannot be read, the writer may have written twice during the read, so try the new generation. If there is
+    // no new generation, this half of the file is damaged.
     do {
         if (generation == 0 || generation == MOVED) return false;
         if (take(generation)) return true;

@@ -16,8 +16,8 @@
 #define MAX_VARIANTS 1000u
 #define MAX_SIZES 1000u
 #define MAX_ROWS (1u << 30)
-#define MAX_RETRY_NS (INT64_MAX / 2)  // so small that it can be added to a time of the clock
-// No tensor of any compiled size is larger, so that sums of a request's bytes stay far below 64 bits.
+#define MAX_RETRY_NS (INT64_MAX / 2)  // the sum of this value and a time of the clock does not overflow
+// Maximum number of bytes of a tensor at the largest batch size. With it, sums of a request's bytes stay far below 64 bits.
 #define MAX_TENSOR_BYTES (1ull << 44)
 
 // --- numbers in frames: little-endian, like every machine that this is built for ------------------------------------
@@ -51,8 +51,8 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     struct iovec part = {buffer, MAX_FRAME};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    // If the runtime has left frames unread, the kernel first reports this error, once. Frames that the runtime had sent
-    // follow.
+    // If the runtime closed the socket without reading all frames, the kernel reports this error once. The frames that the
+    // runtime had sent can be received after that.
     if (length < 0 && errno == ECONNRESET) length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0) {
         *why = strerror(errno);
@@ -67,7 +67,7 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     }
     bool whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && length >= HEADER_BYTES && count < 2;
     if (!whole) {
-        // Check this first, because closing the received descriptors would free some.
+        // Check first whether descriptors are used up, because closing the received descriptors frees some.
         bool lost = message.msg_flags & MSG_CTRUNC && lacks_descriptors(fd);
         while (count > 0) close(found[--count]);
         *why = lost          ? OUT_OF_DESCRIPTORS
@@ -157,7 +157,7 @@ bool starting_read(const struct frame* frame, int64_t* least_ns, int64_t* limit_
 
 // --- the description of a model -------------------------------------------------------------------------------------
 
-// The protocol's types in its order: Triton's number and the bytes of each.
+// The element types in the protocol's order. Each entry has Triton's number of the type, and the bytes of an element.
 static const struct { uint8_t triton, bytes; } TYPES[] = {
     {1, 1},           // bool
     {6, 1}, {7, 2}, {8, 4}, {9, 8},  // i8 to i64
@@ -278,7 +278,7 @@ static void next_variant(struct cursor* from, struct interface* model, struct va
     }
 }
 
-// Finds each of `wanted` by name among `known`.
+// Returns, for each tensor of `wanted`, the index of the tensor with its name in `known`.
 static uint32_t* find_all(struct cursor* from, const struct tensor* wanted, const struct tensor* known, uint32_t count) {
     uint32_t* found = calloc(count, sizeof *found);
     refuse(from, !found, "no memory");

@@ -99,7 +99,8 @@ static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least)
     return chosen;
 }
 
-// If the model serves, it also joins devices that were not tried, and starts on the devices that a new table names.
+// If a runtime serves the model, connects the model on devices that were not tried yet. Also starts the model where it is cold,
+// if a new placement table names the device.
 static void spread(struct replicas* all, uint64_t mask) {
     uint64_t ready = atomic_load(&all->ready), named = 0, bit = 1;
     if (atomic_load(&all->mask) != mask && atomic_exchange(&all->mask, mask) != mask) named = mask;
@@ -127,8 +128,8 @@ static struct link* choose(struct replicas* all) {
 }
 
 void replicas_submit(struct replicas* all, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
-    // A sub-call goes to the device of its run, because only that runtime knows the run. If the device has no link, any
-    // other link reports that.
+    // Send a sub-call to the device of its run, because only that device's runtime knows the run. If the device has no
+    // link, use another link, whose runtime reports that it does not know the run.
     int64_t device = all->count == 1 ? 0 : request_run_device(request);
     struct link* link = device >= 0 && device < all->count ? all->links[device] : NULL;
     link_submit(link ? link : choose(all), instance, request);

@@ -117,7 +117,7 @@ static bool read_parameter(struct pending* pending, const char* key, int type, c
     } else if (strcmp(key, "rsrv_deadline_unix_ns") == 0) {
         struct timespec now;
         if (!read_integer(pending, key, type, value, "0", "9223372036854775807", INT64_MAX, &number)) return false;
-        // Convert the deadline now, because the calendar may be changed later.
+        // Convert the deadline now, because the machine's calendar time may be changed later.
         clock_gettime(CLOCK_REALTIME, &now);
         if (number) limit_to(pending, (__int128)number - (now.tv_sec * NS_PER_S + now.tv_nsec) + pending->begun_ns);
     } else if (strcmp(key, "reactant_timeout_ns") == 0) {
@@ -387,7 +387,7 @@ uint64_t request_input_bytes(const struct pending* pending) {
 
 static bool write_input(struct pending* pending, TRITONBACKEND_Input* input, const struct tensor* tensor, uint8_t* to) {
     uint64_t expected = tensor_bytes(tensor, pending->rows, pending->length), copied = 0, bytes;
-    // Skip the rows before a part. All tensors of a part have rows.
+    // Skip the rows before a part. All tensors of a request with parts have a batch axis.
     uint64_t before = pending->large ? tensor_bytes(tensor, pending->first, pending->length) : 0;
     uint32_t buffers = 0;
     if (!worked(pending, TRITONBACKEND_InputProperties(input, NULL, NULL, NULL, NULL, NULL, &buffers))) return false;
@@ -585,7 +585,7 @@ void request_answer(struct pending* pending, struct link* link) {
         const char* text = pending->failure ? pending->failure->bytes : NO_MEMORY;
         struct text message;
         text_clear(&message);
-        // A sub-call comes through Triton, which makes every code INTERNAL.
+        // Triton replaces the code of a failed sub-call by INTERNAL, so the message names the status.
         if (STATUS[pending->status].tagged || pending->run) text_add(&message, "[rsrv:%s] ", status_name(pending->status));
         text_add_bytes(&message, text, strlen(text));
         error = TRITONSERVER_ErrorNew(STATUS[pending->status].code, message.bytes);

@@ -83,7 +83,7 @@ void resubmission_add(struct link* link, struct pending* pending) {
         append(&all->waiting, pending);
         all->waiting_count++;
         all->waiting_bytes += pending->waiting_bytes;
-        // Report the demand before the link that has just lost the request makes its next attempt.
+        // Report the demand now. If a link has just lost its runtime and this request, its next attempt must send the demand.
         if (add_to_demand(&all->demand, pending)) replicas_tell(all, all->demand);
     }
     pthread_mutex_unlock(&lock);
@@ -138,9 +138,9 @@ void resubmission_wake(void) {
     pthread_mutex_unlock(&lock);
 }
 
-// Starts the model if necessary. Moves requests that need not wait any more to `failed` or `ready`. Only one suspect of the model
-// is submitted at a time. So if a suspect ends the next runtime, no other suspect of the model is blamed. The caller holds the
-// lock.
+// Starts the model if requests wait and no runtime serves it. Moves requests that need not wait any more to `failed` or `ready`.
+// Only one suspect of the model is submitted at a time. So if a suspect ends the next runtime, no other suspect of the model is
+// blamed. The caller holds the lock.
 static void check_model(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
     struct demand demand = {0};

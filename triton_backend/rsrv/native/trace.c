@@ -65,7 +65,7 @@ static bool ask_client(TRITONBACKEND_Request* request, struct trace* trace) {
         const void* value;
         int type;
         error = TRITONBACKEND_RequestParameter(request, i, &key, &type, &value);
-        // Compare letters in any case, because Triton does not change headers.
+        // Ignore the case of letters: Triton passes on the names of headers as the client wrote them.
         if (!error && strcasecmp(key, "traceparent") == 0) return type == PARAMETER_STRING && read_traceparent(value, 0, trace);
     }
     if (error) TRITONSERVER_ErrorDelete(error);
@@ -132,7 +132,7 @@ void trace_end(struct link* link, const struct pending* pending) {
     }
     if (pending->status != OK) text_add(&text, ",\"rsrv.status\":\"%s\"", status_name(pending->status));
     text_add(&text, "}]");
-    // A text that was cut is not valid JSON.
+    // Drop a span whose text was cut, because it is not valid JSON.
     struct span* span = text.length + 1 < TEXT_BYTES ? malloc(sizeof *span + text.length) : NULL;
     if (span) {
         span->next = NULL;
@@ -165,7 +165,7 @@ void trace_report(struct link* link) {
             length += span->length;
         }
         memcpy(frame + length, "]}", 2);
-        // If the runtime does not read now, the spans wait.
+        // If the runtime does not read now, keep the spans for the next report.
         if (frame_send(link->fd, frame, length + 2, -1, 0) <= 0) break;
         trace_forget(link, count);
         link->dropped_spans = 0;

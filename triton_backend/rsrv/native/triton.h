@@ -80,7 +80,7 @@ TRITONSERVER_Error* TRITONBACKEND_OutputBuffer(
     TRITONBACKEND_Output*, void** buffer, uint64_t bytes, int* memory, int64_t* memory_id);
 TRITONSERVER_Error* TRITONBACKEND_ResponseSend(TRITONBACKEND_Response*, uint32_t flags, TRITONSERVER_Error*);
 
-// Triton's two names of a request stand for one object in all releases of API 1.
+// TRITONBACKEND_Request and TRITONSERVER_InferenceRequest are names of the same object in all releases of API 1.
 TRITONSERVER_Error* TRITONSERVER_InferenceRequestCancel(TRITONSERVER_InferenceRequest*);
 TRITONSERVER_Error* TRITONSERVER_InferenceRequestRemoveAllInputData(TRITONSERVER_InferenceRequest*, const char* name);
 TRITONSERVER_Error* TRITONSERVER_InferenceRequestAppendInputData(

@@ -105,8 +105,8 @@ struct pending* waiting_take_all(struct link* link) {
     return list;
 }
 
-// Learns the duration of an execution. A shorter execution replaces the learned duration, because no execution is shorter than its
-// work.
+// Learns the duration of an execution. A shorter duration replaces the learned one at once, because no execution is shorter than
+// its work. A longer duration changes the learned one only slowly.
 static void learn(struct link* link, uint64_t ns) {
     uint64_t known = link->execution_ns, most = known > UINT64_MAX / LONGER_CAP ? UINT64_MAX : LONGER_CAP * known;
     if (ns < known) link->execution_ns = ns;
@@ -148,8 +148,8 @@ void waiting_finish(struct link* link, struct pending* list) {
 }
 
 bool waiting_is_late(const struct pending* pending, int64_t now) {
-    // If the deadline had passed on arrival, the grace begins with the arrival: the runtime refuses such requests itself,
-    // and gets the time to do so.
+    // If the deadline had passed when the request arrived, the grace period begins with the arrival. The runtime itself
+    // refuses such a request, and gets this time to do so.
     int64_t enforced = pending->deadline_ns > pending->begun_ns ? pending->deadline_ns : pending->begun_ns;
     return pending->deadline_ns && enforced < now - DEADLINE_GRACE_NS;
 }
@@ -226,7 +226,8 @@ static bool send_request(struct link* link, struct pending* pending) {
     return sent != 0;
 }
 
-// Sends a request to the runtime with this description, or fails it.
+// Sends a request to the runtime, or fails the request. If the runtime's description of the model is not `interface` any more,
+// the request waits, and is read again with the new description.
 static void submit(struct link* link, struct interface* interface, struct pending* pending) {
     pthread_mutex_lock(&link->lock);
     bool same = link->device.state == STATE_READY && link->interface == interface;
@@ -264,7 +265,7 @@ static void submit(struct link* link, struct interface* interface, struct pendin
         resubmission_add(link, pending);
 }
 
-// Returns the model's description, held. NULL: no runtime serves the model.
+// Returns the model's description. The caller drops it. NULL: no runtime serves the model.
 static struct interface* hold_interface(struct link* link) {
     pthread_mutex_lock(&link->lock);
     struct interface* interface = link->device.state == STATE_READY ? link->interface : NULL;
@@ -288,7 +289,7 @@ void link_resubmit(struct link* link, struct pending* pending) {
 
 void link_submit(struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
     struct pending* pending = calloc(1, sizeof *pending);
-    // If there is no memory, answer this request, which needs none.
+    // This request is on the stack, so it can be answered even if there is no memory for `pending`.
     struct pending bare = {.request = request, .instance = instance, .begun_ns = now_ns(), .status = QUEUE_FULL};
     link_hold(link);
     if (pending) {

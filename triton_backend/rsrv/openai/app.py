@@ -58,7 +58,7 @@ _MAX_TIMEOUT_S = 86400.0
 #: Maximum number of characters of a client's X-Request-Id.
 _MAX_ID = 128
 
-#: Keys of values that this module keeps with a request: its id, its caller, its model's name once it is known, and its call.
+#: Keys of the values that this module stores in a request: its id, its caller, its model's name (once known), its `ModelCall`.
 _ID: Final = "id"
 _CALLER: Final = "caller"
 _MODEL: Final = "model"
@@ -107,7 +107,7 @@ class Api:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Admit a request, turn errors into answers, and count it."""
+        """Admit a request, turn errors into answers, and count the request."""
         request[_ID] = _request_id(request.headers.get("X-Request-Id", ""))
         status = 499
         self._calls += 1
@@ -169,7 +169,7 @@ class Api:
     ) -> web.StreamResponse:
         terms = Terms(request[_ID], _deadline(request.headers.get(TIMEOUT_HEADER)), request[_CALLER].priority)
         if request.content_type != "application/json":
-            # Browsers let pages of other sites send some other types without asking the server first (CORS).
+            # Some other types are not safe: a browser lets pages of other sites send them without asking the server (CORS).
             raise ApiError(415, "INVALID", "send the body with `Content-Type: application/json`")
         body = form.read(await self._read(request))
         model = await self._model(request, body.model)
@@ -265,7 +265,7 @@ def _described(model: TaskModel) -> dict[str, Any]:
 
 async def _send(request: web.Request, value: Any) -> web.StreamResponse:
     """Send an answer as JSON, and return when the client has taken it. Raises ConnectionError."""
-    # `to_json` is eight times as fast as the module json. This matters, because all other calls wait for it.
+    # `to_json` is eight times as fast as the module json. Speed matters here, because all other calls wait meanwhile.
     text = to_json(value)
     headers = {"X-Request-Id": request[_ID], "Content-Type": "application/json; charset=utf-8"}
     if len(text) <= _PIECE:

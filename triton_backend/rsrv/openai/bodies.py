@@ -38,7 +38,7 @@ class ApiObject(BaseModel):
             for name, value in body.items()
             if value is not None and (name not in cls.UNSUPPORTED or value != cls.UNSUPPORTED[name])
         }
-        # A client may send a million unknown fields, each of which would become an error.
+        # Keep only the first unknown field. A client may send a million such fields, and each would become an error.
         first = next((name for name in used if name not in cls.model_fields), None)
         return {name: value for name, value in used.items() if name in cls.model_fields or name == first}
 
@@ -128,7 +128,7 @@ class ClassifyBody(ApiBody):
 
 
 class StreamOptions(ApiObject):
-    """Options for what a stream has in addition to its text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -138,7 +138,7 @@ Limit = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class GenerationBody(ApiBody):
-    """What completions and chats have in common."""
+    """Fields that the bodies of completions and chats have in common."""
 
     max_tokens: Limit | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -199,7 +199,7 @@ class ChatMessage(ApiObject):
 
     @property
     def text(self) -> str:
-        """The content. Join the parts without a separator."""
+        """The texts of all parts of the content, joined without a separator."""
         return "".join(part.text for part in self.content)
 
 

@@ -16,12 +16,12 @@ from rsrv.openai.errors import ApiError, invalid
 MAX_TEMPLATE_S: Final = 1.0
 #: Maximum number of characters of a prompt.
 MAX_PROMPT: Final = 4_000_000
-#: Maximum number of bytes of the process's answer. An escaped character takes six bytes.
+#: Maximum number of bytes of the process's answer, which is JSON. An escaped character takes six bytes there.
 _MAX_ANSWER = 8 * MAX_PROMPT
 #: Seconds within which the process that renders templates must start.
 _START_S = 60.0
 _MARKS = re.compile(f"[{CONTENT_BEGIN}{CONTENT_END}]")
-#: A prompt in which each mark of a content's beginning is followed by the mark of its end.
+#: Matches a prompt in which the delimiters alternate: each CONTENT_BEGIN is followed by a CONTENT_END.
 _PAIRS = re.compile(
     f"[^{CONTENT_BEGIN}{CONTENT_END}]*(?:{CONTENT_BEGIN}[^{CONTENT_BEGIN}{CONTENT_END}]*{CONTENT_END}"
     f"[^{CONTENT_BEGIN}{CONTENT_END}]*)*"
@@ -36,7 +36,9 @@ class ChatTemplates:
         self._free = asyncio.Lock()
 
     async def prompt(self, chat: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt. Marks enclose the contents that the client has written, in which special tokens are plain text.
+        """Return the prompt, with delimiters around the contents that the client has written.
+
+        Special tokens between these delimiters are plain text for the tokenizer.
 
         Args:
             chat: The Jinja template, as `template`, and texts that it uses, such as `bos_token`.
@@ -115,7 +117,10 @@ def _kill(process: Process) -> None:
 
 
 def _marked(index: int, message: Mapping[str, str]) -> dict[str, str]:
-    """Return a message with marks around its content. Blanks at its ends stay outside, because templates may remove them."""
+    """Return a message with delimiters around its content.
+
+    Blanks at both ends of the content stay outside of the delimiters, because templates may remove these blanks.
+    """
     content = message["content"]
     if any(_MARKS.search(text) for text in message.values()):
         raise invalid("U+FDD0 and U+FDD1 are not characters of a text", f"messages[{index}]")

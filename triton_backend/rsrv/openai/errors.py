@@ -111,9 +111,9 @@ def from_status(name: str, text: str) -> ApiError:
 
 
 def from_validation(error: ValidationError, unsupported: Collection[str] = ()) -> ApiError:
-    """Return the error for a body that the endpoint does not accept. `unsupported` are known fields that rsrv does not support."""
+    """Return the error for a body that the endpoint refuses. `unsupported` are known fields that rsrv does not support."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # For a union, the path also has the type that was tried, which means nothing to a client. Leave it out.
+    # For a union, the path also has the type that pydantic tried. Leave this type out, because it means nothing to a client.
     path = [
         str(part)
         for part in first["loc"]

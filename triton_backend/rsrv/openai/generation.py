@@ -14,7 +14,7 @@ from rsrv.openai.errors import ApiError, invalid
 from rsrv.openai.inference import Value
 from rsrv.openai.texts import ModelCall
 
-#: The runtime takes seeds below this.
+#: A client's seed is reduced modulo this number, because the runtime accepts only smaller seeds.
 _SEEDS = 1 << 24
 
 
@@ -58,7 +58,8 @@ async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
 def parameters(body: GenerationBody, *, of_bytes: bool, chat: bool) -> dict[str, bool | int | str]:
     """Return the request's parameters. Numbers with a fraction are sent as texts, because the protocol has no type for them."""
     fields: dict[str, Any] = {
-        # If the model's tokens are bytes, this process looks for the stop texts, and ends the stream at the first one.
+        # If the model's tokens are bytes, this process itself finds the stop texts. It needs a stream, to end the generation
+        # at the first stop text.
         "stream": body.stream or (of_bytes and bool(body.stop)),
         "max_tokens": getattr(body, "max_completion_tokens", None) or body.max_tokens,
         "top_k": body.top_k,

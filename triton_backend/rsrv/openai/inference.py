@@ -57,7 +57,7 @@ class TaskModel:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms that all requests of one call have in common."""
+    """Request id, deadline and priority, which all requests of one call have in common."""
 
     request_id: str
     #: Deadline on the clock `time.monotonic`, or None without a deadline.
@@ -153,7 +153,7 @@ class Backend:
         """Return the states of the models of the repository, in Triton's words. Raises ApiError."""
         request = service_pb2.RepositoryIndexRequest()
         reply = await _answer(self._stub.RepositoryIndex(request, timeout=10, metadata=self._operator))
-        # A model that is replaced may be listed for both versions.
+        # While a model is replaced, both versions may be listed. The state READY then overrides the other state.
         models = sorted(reply.models, key=lambda model: model.state == READY)
         return {model.name: model.state for model in models}
 
@@ -186,7 +186,7 @@ class Backend:
         for name, parameter in parameters.items():
             kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(parameter)]
             setattr(message.parameters[name], kind, parameter)
-        # With this header, Triton ends the stream with an error's own status.
+        # With this header, Triton ends a stream that fails with the gRPC status of the error.
         call = self._stub.ModelStreamInfer(
             iter([message]), timeout=_limit(terms), metadata=(("triton_grpc_error", "true"),)
         )

@@ -62,7 +62,7 @@ def answer(request: Any) -> dict[str, str]:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
     for request in requests:
-        # An endless template must also end if its parent process has died and cannot stop it.
+        # Limit the CPU time, so that an endless template ends even if the parent process has died and cannot stop it.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + MAX_CPU_S)
         text = json.dumps(answer(json.loads(request)), ensure_ascii=False)
         answers.write(text.encode(errors="replace") + b"\n")
@@ -70,7 +70,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _limit(resource_kind: int, most: int) -> None:
-    """Limit this process, unless its user has set a lower limit."""
+    """Limit a resource of this process. A lower hard limit stays in force."""
     _, hard = resource.getrlimit(resource_kind)
     resource.setrlimit(resource_kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -86,7 +86,7 @@ async def embeddings(call: ModelCall[EmbeddingsBody]) -> dict[str, Any]:
 
 
 def shortened(embedding: Array, length: int) -> Array:
-    """Return the first numbers of an embedding, scaled to length 1."""
+    """Return the first `length` numbers of an embedding, scaled so that their Euclidean norm is 1."""
     head = embedding[:length]
     scaled: Array = head / max(float(np.linalg.norm(head)), 1e-30)
     return scaled

@@ -99,8 +99,8 @@ class Routes(Immutable):
     ready: tuple[str, ...]
     #: Names of the workers of `ready` that the packing chose. Empty if the model is not packed.
     placed: tuple[str, ...] = ()
-    #: Number of items that one replica gets before the next replica is chosen. If it is 1, each request gets the least loaded
-    #: replica.
+    #: Number of items that one replica gets before the next replica is chosen. If it is 1, each request gets the replica with
+    #: the fewest items in flight.
     quantum: int = 1
     #: Choice among the replicas with the fewest quanta in flight: the least loaded one (`least`), or each in turn (`rr`).
     fill: Literal["least", "rr"] = "least"

@@ -10,16 +10,16 @@ A model's *utilisation* is its demand in device seconds per second:
     x = sum over its workers of (device seconds consumed / seconds between the views
                                  + requests waiting * device seconds per request / WAITING_S)
 
-The second term is the demand that a saturated worker cannot show. Samples are weighted by consumed device
-seconds, not by time, so that a night without requests does not erase the measurements of the day. After the
-whole fleet consumed dt:
+The second term adds the demand that the first term misses: a saturated worker cannot consume more device seconds,
+however many requests wait. Samples are weighted by consumed device seconds, not by time, so that a night without
+requests does not erase the measurements of the day. After the whole fleet consumed dt:
 
     a = 1 - 2^(-dt/h);   w <- (1 - a) w + a;   s <- (1 - a) s + a x;   utilisation = s / w
 
 While there are few samples, w is less than 1, and s / w is the weighted mean of the samples so far.
 
-A model's *demand* is x, computed from two views with an interval of at least DEMAND_S, and not averaged. It shows within a
-second that a model has become hot. In the demand, the first term of each worker is limited to one device second per second.
+A model's *demand* is x, computed from two views with an interval of at least DEMAND_S, and not averaged. So it rises within a
+second after a model has become hot. In the demand, the first term of each worker is limited to one device second per second.
 """
 
 from collections import defaultdict
@@ -80,7 +80,7 @@ class Costs:
         #: Last view of each worker with counters, and its time.
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
-        #: View of the last measurement of the demand, and its time, by worker. The next measurement is compared with this view.
+        #: View and time of the last measurement of the demand, by worker. The next measurement uses the changes since this view.
         self._seen: dict[str, tuple[WorkerView, float]] = {}
         #: Demand by worker and model. Models without demand are left out.
         self._demand: dict[str, dict[str, float]] = {}

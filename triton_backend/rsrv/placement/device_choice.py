@@ -12,8 +12,8 @@ from zlib import crc32
 #: A device other than the preferred one gets a batch only if its answer is expected within this share of the preferred device's
 #: time. Noise in the measurements must not move traffic, because weights would move with it.
 SOONER = 0.8
-#: A device outside of the model's mask gets a batch only if its answer is expected within this share of the time. It must load
-#: weights for the batch, which may evict other weights.
+#: A device outside of the model's mask gets a batch only if its answer is expected within this share of the time of the best
+#: device in the mask. The other device must load weights for the batch, which may evict other weights.
 ELSEWHERE = 0.25
 #: This bit of a mask is set if an operator has named the devices of the mask. Then other devices get a batch only if no device
 #: of the mask is alive.

@@ -84,8 +84,8 @@ def as_one(
 ) -> WorkerView:
     """Return one view for all devices of a server that places models on its devices itself.
 
-    `last` has earlier views and the result of this function for them. Models that have not changed since then are taken from
-    that result.
+    `last` has earlier views of the devices, and the result of this function for these views. The figures of unchanged models
+    are taken from this result.
     """
     live = [view for view in views if view.alive]
     if len(views) == 1 or not live:
@@ -93,7 +93,8 @@ def as_one(
     return replace(
         summed(views),
         ready=frozenset().union(*{id(view.ready): view.ready for view in live}.values()),
-        # If a device is added or lost, the sums of the counters change. So the instance must change.
+        # If a device is added or lost, the sums of the counters jump. The instance then also changes, so that `Costs` does not
+        # compare these sums with earlier ones.
         instance=" ".join(str(view.instance) for view in live),
         budget_bytes=_sum_or_none(view.budget_bytes for view in live),
         free_bytes=_sum_or_none(view.free_bytes for view in live),

@@ -13,8 +13,8 @@ class FleetModel:
 
     #: Names of the workers where the model is ready.
     ready: tuple[str, ...]
-    #: Names of the workers of `ready` where the model is cold although another runtime has it. Requests would wait there until
-    #: the model starts.
+    #: Names of the workers of `ready` where the model is cold, if the runtime of another worker has the model. A request to a
+    #: cold worker would wait until the model starts.
     cold: tuple[str, ...] = ()
     #: Names of the workers with the model's weights on the device.
     resident: tuple[str, ...] = ()
@@ -220,9 +220,9 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
 
 
 def _cold(name: str, ready: tuple[str, ...], views: Mapping[str, WorkerView]) -> tuple[str, ...]:
-    """Return the workers whose control service does not list the model.
+    """Return the workers of `ready` that must start the model before it serves: their control services do not list the model.
 
-    They must start it first. If this holds for all workers of the model, return ().
+    If this holds for all workers of `ready`, return ().
     """
     cold = [
         worker
@@ -241,7 +241,8 @@ def _units(
         named = [pins[name] for name in group if name in pins]
         return tuple([w for w in allowed if all(views[w].device in devices for devices in named)]) or allowed
 
-    # Runs of a meta model reach all devices of their server, and no other server.
+    # A run of a meta model can use all devices of one server, but not several servers. So only a single server can serve a
+    # meta model whose models are pinned to different devices.
     several_servers = len({view.device for view in views.values()}) < len(views)
     units = []
     torn: list[str] = []
@@ -265,7 +266,7 @@ def have_common_device(group: tuple[str, ...], pins: Mapping[str, Collection[int
 
 
 def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], known: set[str]) -> tuple[str, ...]:
-    """Return the workers on which all models of the group are ready. A model that is ready nowhere is left out.
+    """Return the workers on which all models of the group are ready. Models that are ready on no worker are ignored.
 
     If some of these workers have a control service, return only those.
     """
@@ -279,7 +280,7 @@ def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], known: se
 
 
 def _together(models: Mapping[str, FleetModel]) -> list[tuple[str, ...]]:
-    """Return the models to pack, grouped by their calls."""
+    """Return the names of the models to pack. Models that are connected by calls are in one group."""
     parent = {name: name for name, model in models.items() if model.known}
 
     def root(name: str) -> str:

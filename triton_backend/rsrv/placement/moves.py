@@ -2,13 +2,13 @@
 
 The packing gives every unit a target. Requests stay at the old home until all weights of the unit are on the device of a new
 home. Then the table changes. The old home evicts the weights when no request of the model is left there. If the weights that
-are placed on a worker exceed its budget, the worker evicts idle weights at once. So traffic to such a worker does not wait
-until the weights are loaded.
+are placed on a worker exceed its budget, the worker evicts weights that have no requests. So traffic to such a worker does not
+wait until the weights are loaded.
 
-A move makes no warm model cold. It begins when the new home has room for the weights in addition to the weights that are placed
-there. Room is made by evicting weights that are warm at their own home elsewhere. At most MOVES_AT_ONCE moves to one worker are
-under way, so a worker that returns gets its models back one after the other, the busiest first. A move that cannot begin, or
-whose weights do not arrive, is cancelled after MOVE_LIMIT_S, and the model keeps its home. A model that is warm nowhere does
+A move makes no warm model cold. It begins when the new home has free memory for the weights. To free memory, the new home
+evicts idle weights of models that are resident at their own homes on other workers. At most MOVES_AT_ONCE moves to one worker
+are under way, so a worker that returns gets its models back a few at a time, the busiest first. A move that cannot begin, or
+whose weights do not arrive, is cancelled after MOVE_LIMIT_S, and the model keeps its home. A model that is warm at no home does
 not wait for the moves of other models.
 """
 
@@ -34,13 +34,14 @@ class _OldHome:
 
     #: Time at which the model moved away.
     since: float
-    #: Last view of the model on the worker, and the worker's measurement.
+    #: Last view of the model on the worker.
     seen: ModelView
+    #: Number of the worker's measurement to which that view belongs.
     measurement: int
 
 
 class Moves:
-    """Places and targets of all models. An entry is kept while a worker serves the model, or served it in its last answer."""
+    """Current places and targets of all models. The entries of a model are kept while the model is in `Fleet.models`."""
 
     def __init__(self) -> None:
         #: Current workers of each model, by the model's name.
@@ -180,8 +181,8 @@ class Moves:
         if not cold:
             return target
         if not here:
-            # The model has no home, and its weights take time to load at the target. Until then, workers that have the weights
-            # serve it.
+            # The model has no home, and its weights take time to load at the target. Until they are loaded, workers that
+            # already have the weights serve the model.
             here = [worker for worker in unit.allowed if fleet.warm(unit, worker)][: len(target)]
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
@@ -291,7 +292,8 @@ class Moves:
             leaving.seen, leaving.measurement = seen, view.measurement
             if late or not (still or seen.queued or seen.executing):
                 del self._leaving[name, worker]
-                # If requests still arrive, they come from another gateway, which will notice the move by itself.
+                # If requests still arrive, another gateway sends them. Do not evict the weights then: that gateway will itself
+                # notice the move.
                 if not still:
                     steps.append(WeightAction(Act.EVICT, worker, name))
         return steps

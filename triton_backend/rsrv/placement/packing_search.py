@@ -4,8 +4,8 @@ It begins with LPT, longest processing time first (R. L. Graham, Bounds on Multi
 17, 1969): the busiest replica is placed first, and each replica on the least busy worker where it fits. Then exchanges between
 two workers place replicas that did not fit, and relieve the busiest worker: a tabu search (F. Glover, Tabu Search, Part I, ORSA
 J. Computing 1, 1989) with a price on excess bytes that rises and falls (M. Gendreau, A. Hertz, G. Laporte, A Tabu Search
-Heuristic for the Vehicle Routing Problem, Management Science 40, 1994). If the exchanges do not keep the limits, bin completion
-tries it (R. E. Korf, An Improved Algorithm for Optimal Bin Packing, IJCAI 2003).
+Heuristic for the Vehicle Routing Problem, Management Science 40, 1994). If the exchanges find no assignment within the limits,
+bin completion searches for one (R. E. Korf, An Improved Algorithm for Optimal Bin Packing, IJCAI 2003).
 
 Searches end after a number of steps, not after a time, and loads are whole numbers: gateways with the same
 views make the same decision.
@@ -20,13 +20,13 @@ from heapq import nsmallest
 from itertools import accumulate
 from math import inf, lcm
 
-#: Maximum number of exchanges that a search evaluates.
+#: Maximum number of exchanges that a search evaluates by default.
 _EXCHANGES = 400_000
 #: Maximum number of workers that are considered as partners of one worker.
 _NEIGHBOURS = 32
 #: Number of exchanges until a replica may return to a worker.
 _TENURE = 10
-#: Maximum number of replicas that bin completion tries to place.
+#: Maximum number of placements of a replica on a worker that bin completion tries.
 _COMPLETIONS = 300_000
 #: Maximum depth of the recursion of bin completion: one level per replica, and two per worker. Larger problems use only
 #: exchanges.
@@ -55,12 +55,15 @@ class Assignment:
     ) -> None:
         """Start without placed replicas.
 
-        The fullness of a worker is relative to its entry of `sizes`, in bytes. Its entry of `limits`, in bytes, must not be
-        exceeded. Its entry of `devices` is the number of devices that share its load.
+        Args:
+            replicas: the replicas to place.
+            sizes: bytes of each worker. The fullness of a worker is the share of these bytes that its replicas take.
+            limits: maximum bytes of the replicas on each worker.
+            devices: number of devices of each worker, which share the worker's load.
         """
         self.replicas, self.sizes, self.limits = replicas, sizes, list(limits)
         self.workers = range(len(sizes))
-        #: Weight of each worker, as a whole number. The fewer devices share the load, the larger it is.
+        #: Weight of each worker, a whole number that is inversely proportional to the worker's number of devices.
         self.weight = [lcm(*devices) // count for count in devices]
         #: Load by worker, multiplied by the worker's weight.
         self.load = [0 for _ in sizes]
@@ -232,7 +235,7 @@ class Assignment:
         """Place replicas beyond the limits, and raise the limits accordingly.
 
         A replica is placed at home if the bytes at its home are then at most `stretch` times the home's size. Otherwise, it is
-        placed on the worker with the least load and bytes.
+        placed on the worker with the smallest maximum of two figures: load and bytes, each relative to the fleet's average.
         """
         if not unplaced:
             return
@@ -408,7 +411,7 @@ class Assignment:
             following = [*accumulate((replicas[index].bytes for index in reversed(unplaced)), initial=0)][
                 ::-1
             ]
-            # If several workers are equal, one of them must have the largest replica.
+            # If all remaining workers are equal, it does not matter which of them gets the largest replica: try only this one.
             alike = anywhere and limits[workers[-1]] == limits[worker]
             models: set[int] = set()
 

@@ -9,10 +9,10 @@ With `lpt_packing`, all models are repacked (`packing.pack`)
 - SETTLE_S after the last change of the models that workers serve (membership).
 
 A model without a home, because it is new or its worker is gone, gets a home at once, while all other models keep theirs
-(homes). A worker that only missed a probe returns before the next repack. It gets its models back, because it still has their
-weights. At the start, models that are resident on as many workers as they have replicas stay there (start). Until all workers
-have answered, or nothing has changed for SETTLE_S, no model is placed, and the requests of each model go to every worker where
-it is ready.
+(homes). If a worker only missed a probe, and returns before the next full repack, it gets its models back, because it still has
+their weights. At the start, models that are resident on as many workers as they have replicas stay there (start). Until all
+workers have answered, or nothing has changed for SETTLE_S, no model is placed, and the requests of each model go to every
+worker where it is ready.
 
 Several gateways share no state beyond the workers' views. So each repack begins with the places where models
 have executed since the last repack, whichever gateway sent the requests. Gateways that disagreed before
@@ -79,7 +79,7 @@ class Planner:
         self._costs = Costs(_halflife(options))
         self._moves = Moves()
         self._replication = Replication()
-        #: Last views of the workers from the time when they answered.
+        #: The last view of each worker in which the worker was alive, or its first view if it was never alive.
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
         self._started = False
@@ -104,7 +104,7 @@ class Planner:
         self._counts: dict[Trigger, int] = {}
         self._last: tuple[Trigger, float] | None = None
         self._packed = self._moved = self._held = 0
-        #: Views at the last check, for `status`.
+        #: Views of the last plan, for `status`.
         self._views: Mapping[str, WorkerView] = {}
         self._fleet: Fleet | None = None
 
@@ -321,7 +321,7 @@ class Planner:
 
     def _resize(self, fleet: Fleet, now: float) -> None:
         """Change the number of replicas of units with automatic replicas. All other units stay."""
-        # With thousands of units, only few are busy or have several replicas.
+        # Only busy units and units with several replicas can change. Of thousands of units, these are few.
         demand, targets = self._costs.demand, self._moves.targets
         some = [u for u in fleet.units if len(targets.get(u.name, ())) > 1 or any(map(demand, u.models))]
         units = [unit for unit in self._automatic(some) if self._moves.settled(unit)]
@@ -343,7 +343,7 @@ class Planner:
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
         """Return the unit's place while only other units are packed.
 
-        This is its earlier home if all workers of that home are back, otherwise its home.
+        This is the home that the unit has lost, if all workers of that home are back, and otherwise `home`.
         """
         before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
         back = before.pop() if len(before) == 1 else ()

@@ -1,8 +1,8 @@
 """Choice of a worker for each request, and the load in flight of every worker.
 
 The planner makes all decisions in the table (`contract.Routes`). This module only counts requests in flight and follows the
-table. The requests of a placed model go to its replicas in turn. Each replica gets a quantum of items, so that these share
-executions:
+table. The requests of a placed model go to its replicas in turn. Each replica gets a quantum of items at a time, so that the
+requests of a quantum share executions:
 
 - A run is a series of requests to one replica. It ends when the next request does not fit into the quantum, or when the model
   has no request in flight (a single request shares no execution).
@@ -74,7 +74,7 @@ class _RoutedModel:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The worker chosen for one request. It is counted there as a request in flight until `Router.release`."""
+    """The worker chosen for one request. The request counts as in flight at this worker until `Router.release`."""
 
     _router: "Router"
     _model: _RoutedModel
@@ -109,7 +109,7 @@ class Router:
         self._loads: dict[str, _WorkerLoad] = {}
 
     def update(self, table: Table) -> None:
-        """Use this table from now on. Requests in flight stay counted, also at workers without routes."""
+        """Use this table from now on. Requests in flight stay counted, even at workers without routes."""
         ready: dict[tuple[str, ...], tuple[_WorkerLoad, ...]] = {}
         for name, routes in table.items():
             model = self._models.get(name)

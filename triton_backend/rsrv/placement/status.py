@@ -48,15 +48,15 @@ class WorkerStatus:
     alive: bool
     #: Number of models placed at the worker.
     models: int
-    #: Device seconds per second that these models need.
+    #: Device seconds per second that the models placed at the worker need.
     utilisation: float
     #: Device seconds per second that the worker spent recently.
     busy: float
-    #: Bytes of these models' weights.
+    #: Bytes of the weights of the models placed at the worker.
     bytes: int
-    #: Budget for these weights, in bytes. None without a limit, or if unknown.
+    #: Bytes that the placed models may take on the device. None without a limit, or if unknown.
     budget_bytes: int | None
-    #: True if the weights do not fit into the budget.
+    #: True if the weights of the placed models do not fit into the budget.
     oversubscribed: bool
     backlog_s: float
 

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--soon", action="store_true", help="the runtime of this spare is about to end")
     options = parser.parse_args(argv)
 
-    # The stub that starts this process has limited its own memory because of its hooks. Hooks do not run here.
+    # Raise the memory limit that this process has inherited from the stub. Stubs limit themselves because of their hooks, and
+    # hooks do not run here.
     raise_limit(resource.RLIMIT_DATA)
     spare = options.listener_fd is not None
     # The stub that starts this process must not be its parent: Triton may unload the stub at any time, and if this
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         os.setsid()
     use_one_arena()
-    # Loads of weights are logged. They must not wait until the log is written.
+    # Let another thread write the log, because loads of weights are logged and must not wait for the log.
     logs.setup(aside=True)
     # Warnings are lines of the log, regardless of PYTHONWARNINGS.
     warnings.simplefilter("default")
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | None, bool]":
-    """Wait until it is this process's turn to be the runtime. End the process if the server ends.
+    """Wait until this process must become the runtime. End the process if the server ends.
 
     Return the preparation or None, and whether this process already supervises the control process.
     """
@@ -127,7 +128,8 @@ def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | 
         supervise_control(options, read_settings(options))
         turn = wait_for_call(server, options.listener_fd)
     if not turn:
-        # Perhaps no runtime is left to remove the host copies. The interpreter's normal exit would wait for imports.
+        # Remove the host copies here, because perhaps no runtime is left to do so. The interpreter's normal exit would wait
+        # for imports.
         from rsrv.runtime.host_memory import remove_left
 
         remove_left(options.directory.name)
@@ -145,7 +147,7 @@ def _explain(error: Exception) -> str:
 
 
 def _say(fd: int | None, text: str) -> None:
-    """Report to the waiting stub. If that stub has died, ignore that, because other stubs need this process."""
+    """Report to the waiting stub. Ignore the death of that stub, because other stubs need this process."""
     if fd is None:
         return
     with suppress(BrokenPipeError):

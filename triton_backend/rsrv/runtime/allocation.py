@@ -29,10 +29,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
     """Allocate memory. The system gets a large allocation back when its last view is deleted. Raises OSError and MemoryError.
 
-    Large allocations do not use malloc, which would return only the first one to the system. Then it would raise its threshold
-    and take later allocations from a heap, and other allocations prevent a heap from shrinking. With `huge_pages`, a very large
-    allocation is filled faster. But two neighbouring allocations may share a page, which returns to the system only when both
-    are free.
+    Large allocations do not use malloc. When the first one is freed, malloc raises its threshold for mappings, and takes later
+    ones from a heap. Their memory would often stay in the heap, because other allocations prevent a heap from shrinking. With
+    `huge_pages`, a very large allocation is filled faster. But two neighbouring allocations may share a page, which returns to
+    the system only when both are free.
     """
     if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -60,7 +60,7 @@ PageLock = Callable[[int, int], Callable[[], None]]
 class PageLocks:
     """Page-locks memory, so that a GPU reads it by DMA. Every method may be called from any thread.
 
-    A transfer of more than 64 kB from other memory blocks its caller until earlier executions have ended.
+    A transfer of more than 64 kB from memory that is not page-locked blocks its caller until earlier executions have ended.
     """
 
     def __init__(self) -> None:

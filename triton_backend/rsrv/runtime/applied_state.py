@@ -96,7 +96,7 @@ class AppliedState:
         )
         self._change_policies(None if general else names)
         paused = [name for name, mode in pauses.items() if policy.paused(name) is not mode]
-        # A command may concern a thousand models. It makes one event for each mode.
+        # Make one event per mode, not per model, because a command may pause a thousand models.
         for mode in {policy.paused(name) for name in paused}:
             keys = self._catalog.compiled(name for name in paused if policy.paused(name) is mode)
             self._sequences.accept(keys)

@@ -33,10 +33,10 @@ class CallSlice:
     sources: Sequence[Array | Kept]
     #: Memory for each output. None: the output is not needed on the host.
     targets: Sequence[Array | None]
-    #: Numbers by which the run keeps outputs on the device, by output.
+    #: Outputs to keep on the device. The key is the output's index, the value is the output's number in the run.
     keep: Mapping[int, int]
     kind: RequestKind | None = None
-    #: Outputs to keep, by number. The execution stores them here, and the loop gives them to the run.
+    #: Outputs to keep, by their numbers in the run. The execution stores them here, and the loop gives them to the run.
     made: dict[int, Kept] = field(default_factory=dict)
     #: Only a `RequestSlice` has a segment.
     segment: None = None
@@ -129,7 +129,10 @@ class CallDispatch(Dispatch):
         return device.merge(stacked, tensor.batch_axis or 0, rows)
 
     def _kept(self, index: int) -> list[Kept | None] | None:
-        """Return each slice's tensor of an input if it is already on the device. None: no slice has such a tensor."""
+        """Return, for each slice, the tensor of an input that is already on the device, or None.
+
+        Return None if no slice has such a tensor.
+        """
         sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.slices]
         parts = [source if isinstance(source, Kept) else None for source in sources]
         return parts if any(parts) else None

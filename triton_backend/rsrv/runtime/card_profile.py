@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.textproto")
-        # XLA reads its flags at its first use.
+        # Set the flags before the first use of XLA, because XLA reads them only then.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_dump_autotune_results_to={results}"
         try:

@@ -26,8 +26,8 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 #: Maximum number of entries of failed models that the feed keeps.
 _MAX_FAILED = 256
-#: If a stub without requests disconnects within this many seconds after the runtime asked it to, it does so because of that. If
-#: it disconnects later, it has another reason.
+#: If a stub without requests disconnects within this many seconds after the runtime asked it to disconnect, the runtime takes
+#: this as the reason. If the stub disconnects later, it has another reason.
 _LEAVE_S = 2.0
 
 
@@ -77,7 +77,7 @@ class ModelEntry:
 
     @property
     def demand(self) -> Demand:
-        """The strongest demand among `held` and the connections that want the model. There is at least one demand."""
+        """The combination (`Demand.stronger`) of `held` and of the demands of all connections. At least one of them exists."""
         demands = [connection.demand for connection in self.connections.values()]
         return reduce(Demand.stronger, demands if self.held is None else [*demands, self.held])
 
@@ -91,10 +91,10 @@ class ModelEntry:
         self.history.append(HistoryRecord(now, *_state_record(self.state, why)))
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
-        """Move to the state that the table names.
+        """Move to the state that TRANSITIONS has for the current state and this event.
 
         Raises:
-            LifecycleError: the table has no such transition. Nothing has changed.
+            LifecycleError: TRANSITIONS has no such entry. Nothing has changed.
         """
         state = TRANSITIONS.get((self.state, event))
         if state is None:
@@ -106,7 +106,7 @@ class ModelEntry:
 
 @cache
 def _state_record(state: LifecycleState, why: str) -> tuple[str, Mapping[str, str]]:
-    """Return the record of a change of state without its time. All models share these values."""
+    """Return the text and the fields of a history record about a change of state. Equal records share these values."""
     return f"model {state}", {"why": why}
 
 
@@ -221,7 +221,7 @@ class StateFeed:
 
 
 class Catalog:
-    """All models by key. `tell` sends the changes that watchers can see to the feed."""
+    """All models by key. `tell` updates the entries in the feed, which watchers see."""
 
     def __init__(self, policy: Policy, feed: StateFeed, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -339,7 +339,7 @@ class Catalog:
     def is_dismissed(self, key: str, within: float = _LEAVE_S) -> bool:
         """Return whether the stubs of a model or meta model were asked to disconnect less than `within` seconds ago.
 
-        They may then be about to do so.
+        If so, these stubs may be about to disconnect.
         """
         return self._clock() - self._dismissed.get(key, -inf) < within
 

@@ -92,7 +92,8 @@ def _parent(pid: int) -> int:
         return 0
 
 
-#: Seconds before a restart. They double while the control process runs for less than the longest pause.
+#: Shortest and longest pause before a restart of the control process, in seconds. The pause doubles each time, until the
+#: process has run for at least the longest pause.
 _MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 1.0, 60.0
 
 

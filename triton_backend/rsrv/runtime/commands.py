@@ -1,4 +1,4 @@
-"""Commands while the runtime runs: the desired document, actions and questions.
+"""Commands to the running runtime: the desired document, actions and queries.
 
 Each command is carried out, or refused with a reason.
 
@@ -199,7 +199,7 @@ class Profiler:
         except Exception as error:
             log.exception("profiling failed")
             refused = CommandRefused("INTERNAL", f"{type(error).__name__}: {error}")
-        # Even if the end of a profile failed, no profile is recorded any more, because jax cannot end it a second time.
+        # If ending a profile has failed, report that no profile is being recorded: jax cannot end a profile a second time.
         self._inbox.post(ProfileChanged(connection, starts and refused is None, refused))
 
 
@@ -357,7 +357,8 @@ class Commands:
     def _plan(self, end: _PlannedEnd) -> None:
         """Begin an end with the preparation of the next runtime."""
         self._end, self._preparing = end, True
-        # A device may sleep for a long time. If a process had prepared the device, it would waste memory during this time.
+        # Only for a restart, let the next process prepare its device now. A device may sleep for a long time, and a process
+        # with a prepared device would waste memory during this time.
         fresh = end.command == "restart"
         self.successor.prepare(lambda reason: self._inbox.post(NextPrepared(reason)), fresh=fresh)
 
@@ -378,7 +379,7 @@ class Commands:
         self._answer_late(end.connection, CommandRefused("FAILED_PRECONDITION", text))
 
     def _go_on(self) -> None:
-        """Withdraw the end that is under way."""
+        """Withdraw the planned end: the runtime continues."""
         self._end = None
         self._stateful.hold_starts(held=False)
         self._outbox.append(ev.WindDown(None))
@@ -416,7 +417,7 @@ class Commands:
     ) -> Answer | Callable[[], Answer] | None:
         """Carry out a command. Return its answer, or a function that makes the answer later.
 
-        None: a later message of a thread brings the answer.
+        None: the command takes time, and `_answer_late` answers it.
         """
         model = command.get("model")
         match name:

@@ -29,8 +29,8 @@ _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 #: Maximum number of bytes of the entries in a server's own directory.
 _OWN_BYTES = 256 << 20
-#: Maximum size of these entries as a share of the memory. A container's /tmp is often in memory, and then takes memory of the
-#: container.
+#: Maximum size of the entries in a server's own directory, as a share of the memory. This directory may be in a container's
+#: /tmp, which is often in the memory of the container.
 _OWN_SHARE = 1 / 16
 
 
@@ -52,10 +52,10 @@ class _Access(threading.local):
 
 
 class CompileCache:
-    """jax's `CacheInterface`. If the cache fails, models are compiled. Methods raise nothing unless an entry is required.
+    """Cache that implements jax's `CacheInterface`. If it fails, models are compiled: `get` raises only within `requiring`.
 
     Entries that cannot be written to the directory are kept in the server's own directory, up to a limit. The next runtime
-    finds them there, but the next server does not. Without a directory the cache has only the offered entries.
+    finds them there, but the next server does not. If there is no directory at all, the cache has only the offered entries.
     """
 
     def __init__(
@@ -226,7 +226,8 @@ def _write(folder: Path, key: str, value: bytes) -> str:
 def check_private(directory: Path) -> None:
     """Close a directory to other users, because the runtime executes the files in it.
 
-    Raises CompileCacheError if other users could write to it until now, OSError if it does not exist.
+    Raises CompileCacheError if the directory belongs to another user, or if other users can write to it. Raises OSError if it
+    does not exist.
     """
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -47,7 +47,7 @@ _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
 _NO_ENGINE = "cuDNN executes their convolutions only as tuned on a card. `rsrv gpu profile` on such a card has the tuning"
 #: Variant and batch size, the module in the form that is compiled, and its signature.
 Module = tuple[tuple[int, int], bytes, Signature]
-#: Name of the probe, used where other modules have their model's name.
+#: Name of the group of modules that `runtime.numerics` is probed with. Other groups have the name of their model.
 PROBE = "the probe of runtime.numerics"
 _UNTUNED = (
     "only the name of the card is known, so no kernel is tuned: cuBLAS and cuDNN choose kernels by rules of thumb, and "
@@ -57,7 +57,7 @@ _UNTUNED = (
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A card to compile for, and the way to do it."""
+    """A card to compile for, and the options of the compilation."""
 
     name: str
     #: Text of XLA's GpuTargetConfigProto.
@@ -97,7 +97,7 @@ def settings_of(repository: Path) -> Settings:
 
 
 def _card(name: str, scratch: Path) -> _Order:
-    """Return the card with this name, or with this profile. Raises ProfileError."""
+    """Return the card with this name, or the card of the profile in this file. Raises ProfileError."""
     if (card := CARDS.get(name)) is not None:
         return _Order(name, card.target(), None, _UNTUNED)
     profile = read_profile(Path(name))
@@ -127,8 +127,8 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
                     digest = hashlib.sha256(module).hexdigest()
                     if model != PROBE:
                         models.setdefault(model, {})["{}/{}".format(*key)] = digest
-                    # Compile each module once. Several meta models may have the same callee, and several models the same
-                    # module.
+                    # Compile each module once: several meta models may call the same model, and several models may have the
+                    # same module.
                     if digest not in work.entries and digest not in work.left:
                         counts[work.do(digest, module, signature)] += 1
             except (BundleError, InspectorError, RuntimeError, ValueError) as error:
@@ -213,8 +213,8 @@ def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: S
     """Compile a module. Return the executable, and whether all its kernels were tuned."""
     if card.options is not None:
         complete = {**card.options, "xla_gpu_require_complete_aot_autotune_results": True}
-        # This fails if XLA has no tuning for one of the kernels, or cannot read the results. Another error would occur
-        # again below.
+        # This fails if XLA has no tuning for one of the kernels, or cannot read the tuning. Any other error occurs again in
+        # the compilation below.
         with suppress(RuntimeError):
             return compiler.compile(module, signature, complete), True
     return compiler.compile(module, signature, LIBRARY_PRODUCTS), False

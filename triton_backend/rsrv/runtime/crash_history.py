@@ -1,8 +1,8 @@
 """Crash history of a server, and the black box of this runtime. They stop a model from crashing runtimes forever.
 
 The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. Only a process's parent
-learns how the process ended. So a kill -9 looks like the kernel's out-of-memory killer. Only a model that was being built or
-warmed up is blamed for such an end.
+learns how the process ended. So the next runtime cannot distinguish a kill -9 by a user from one by the kernel's out-of-memory
+killer. Only a model that was being built or warmed up is blamed for such an end.
 """
 
 import faulthandler
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _MAX_SHARES = 2.5
 #: A death is ignored after this many seconds, unless the model hung in a build, a warm-up or a load.
 _DEATH_COUNTS_S = 3600.0
-#: Phases whose deaths a later success clears.
+#: Phases before a model serves. Once the model is built and warmed up, its deaths in these phases are cleared.
 _BEFORE_SERVING = ("BUILDING", "WARMING")
 
 
@@ -45,15 +45,16 @@ class Death(NamedTuple):
 
 
 def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
-    """Return the `Death` of each model that has probably caused it, by key.
+    """Return the `Death` to record for each model that has probably ended the runtime, by the model's key.
 
     In order of precedence, these models are to blame: the model that hung; models that were being built or warmed up, because
     their code is untried; after a crash, the models that executed or loaded, each with a share. A model whose task has
     succeeded n times is 1 / (n + 1) as suspect as a model whose task has never succeeded. So a model that is always busy is not
     blamed for the crashes of others. A kill -9 from outside is not blamed on models that executed or loaded.
 
-    If a request that executes alone causes a second death, no model is blamed for that death: the first death is already
-    recorded, and the request is not tried again. So a model is refused only after deaths with several different requests.
+    A request that may have ended a runtime executes alone in the next runtime. If this runtime dies as well, no model is blamed
+    for the second death: the first death is already recorded, and the request is not tried again. So a model is refused only
+    after deaths with several different requests.
     """
     unfinished = list(unfinished)
     hung = [task for task in unfinished if task.hung]
@@ -180,7 +181,7 @@ class BlackBox:
             faulthandler.enable(self._fd, all_threads=True)
 
     def crashed(self, reason: str) -> None:
-        """Record that the current tasks of the threads end this process. The next runtime blames them, as after a fatal signal."""
+        """Record that the threads' current tasks end this process. The next runtime blames them, as after a fatal signal."""
         if self._fd >= 0:
             with suppress(OSError):  # The disk is full. No model is blamed then.
                 os.write(self._fd, reason.encode())

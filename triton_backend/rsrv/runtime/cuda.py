@@ -96,7 +96,7 @@ class MemoryShare(NamedTuple):
 
 
 def _jaxs_fraction(environment: Mapping[str, str]) -> str:
-    """Return the share of a GPU's memory that jax's variables set, or "". jax refuses to start if both are set."""
+    """Return the share of a GPU's memory that one of jax's two variables sets, or "". jax refuses to start if both are set."""
     variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     return next(filter(None, map(environment.get, variables)), "")
 
@@ -113,8 +113,8 @@ def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[s
     """Return the options of jax's client for a CUDA device. jax's memory variables in `environment` take precedence.
 
     Without staging, XLA passes host memory to the driver as it is: page-locked memory goes to the device by DMA, and
-    the driver stages other memory. XLA's own staging copies both on one thread, unless memory was page-locked through a
-    call of XLA that jax does not offer.
+    the driver stages other memory. XLA's own staging would copy both kinds of memory on one thread, unless the memory was
+    page-locked through a call of XLA that jax does not offer.
     """
     options: dict[str, float | bool] = {"should_stage_host_to_device_transfers": False}
     if not _jaxs_fraction(environment):
@@ -223,9 +223,10 @@ class DeviceCopy(NamedTuple):
 
 
 class CopyStream:
-    """Stream of copies to or from the device. The copies wait for one another.
+    """Stream of copies to or from the device. The copies are made one after the other.
 
-    They wait for an execution only if its event was added to the stream (`handle`). Every method may be called from any thread.
+    The copies wait for an execution only if the event of the execution was added to the stream (`handle`). Every method may be
+    called from any thread.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -256,7 +257,7 @@ class CopyStream:
                             call("cuMemcpyHtoDAsync_v2", device, host, nbytes, self._stream)
                 call("cuEventRecord", event, self._stream)
             except CudaError:
-                # A copy may be in flight, and the caller drops its array next.
+                # Wait for copies in flight, because the caller drops their arrays next.
                 with suppress(CudaError):
                     call("cuStreamSynchronize", self._stream)
                 call("cuEventDestroy_v2", event)

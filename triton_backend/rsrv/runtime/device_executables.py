@@ -124,7 +124,7 @@ class DeviceExecutables:
     def _load_known(self, digest: str, signature: Signature, stored: bytes | None) -> Any:
         """Return the executable of the repository (`stored`) or of the cache.
 
-        None: neither executable exists and can be loaded.
+        None: there is no such executable, or it cannot be loaded.
         """
         if stored is None and (key := self._known.entry(digest, self._circumstances)) is not None:
             stored = self._cache.get(key)
@@ -190,9 +190,9 @@ class DeviceExecutables:
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
         """Return the scratch bytes by the compiler's analysis of the program's buffers, on a CPU and on a GPU.
 
-        argument_size - weight_bytes (the inputs remain) + output_size + temp_size - alias_size (outputs in the place of an
-        argument, counted in both). A GPU's code and constants lie outside of its allocator. The result does not include that
-        the allocator rounds each buffer up, to 256 bytes on a GPU.
+        The result is argument_size - weight_bytes (the inputs remain) + output_size + temp_size - alias_size. The last term
+        subtracts outputs in the place of an argument, which are counted twice. A GPU's code and constants lie outside of its
+        allocator. The allocator rounds each buffer up, to 256 bytes on a GPU; the result does not include this rounding.
         """
         compiled: Any = executable
         size = compiled.memory_analysis()

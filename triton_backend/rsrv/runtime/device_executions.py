@@ -43,7 +43,7 @@ class LaunchedExecution:
     ready: float | None = None
     #: Indices of the outputs that are copied to targets.
     written: Collection[int] = ()
-    #: Event after these copies.
+    #: Event after the copies to targets.
     copied: ctypes.c_void_p | None = None
 
 
@@ -63,8 +63,8 @@ class DeviceExecutions:
     ) -> None:
         """`working_bytes` returns the bytes that an execution allocates, or an empty sequence if they are unknown.
 
-        The lock `launching` makes executions have the order of their launches. A CPU executes while it holds the lock, so it
-        executes one at a time.
+        The lock `launching` is held during each launch, so that executions run in the order of their launches. A CPU executes
+        within the launch, so it makes one execution at a time.
         """
         self._memory = memory
         self._working_bytes = working_bytes
@@ -91,7 +91,7 @@ class DeviceExecutions:
         assert pools is None or isinstance(pools, SlotPools)
         with self._examiner:
             if self._memory.limit is not None:
-                # This may wait. It does not hold the lock, so other launches can overtake this one.
+                # `require` may wait. The lock is not held meanwhile, so other launches can overtake this one.
                 moved = [array.nbytes for array in inputs if isinstance(array, np.ndarray)]
                 self._memory.require([*moved, *self._working_bytes(executable)])
             with self._launching:
@@ -104,8 +104,8 @@ class DeviceExecutions:
                         out.block_until_ready()
                 if pools is not None:
                     taken = len(pools.arrays)
-                    # Remove the pools from the outputs: the next execution takes their memory, perhaps before this
-                    # one is read.
+                    # Remove the pools, which come first (`lower`), from the outputs: the next execution takes their memory,
+                    # perhaps before this execution is read.
                     pools.arrays, outputs = outputs[:taken], outputs[taken:]
                 if not self._asynchronous:
                     return Launched(LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
@@ -145,8 +145,8 @@ class DeviceExecutions:
                 if execution.copied is not None:
                     self._transfers.finish_outward(execution.copied)
                 if execution.unread or execution.written:
-                    # jax raises a failure when it copies outputs. Perhaps no output is copied here, so wait for the outputs,
-                    # which also raises it.
+                    # jax raises the failure of an execution when an output is copied. Perhaps no output is copied here, so
+                    # wait for the outputs, which also raises the failure.
                     _block(execution.outputs)
                 outputs = [
                     _UNREAD if index in execution.unread or index in execution.written else np.asarray(out)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _FREEING_S = 0.2
 #: Seconds after which the driver has freed the memory of a process that has ended.
 RELEASE_S = 10.0
-#: Bytes that other allocations may take of the heap that is prepared for jax's allocator.
+#: Bytes that are prepared in the heap in addition to the allocator's table, because other allocations take some of them.
 _HEAP_REST = 64 << 20
 #: A device with fewer free bytes can serve nothing.
 _LEAST_BYTES = 64 << 20

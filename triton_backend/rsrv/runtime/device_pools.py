@@ -31,7 +31,7 @@ class DevicePools:
     def __init__(
         self, memory: DeviceMemory, programs: HelperPrograms, launching: Lock, examiner: ErrorExaminer
     ) -> None:
-        """`launching` is the lock that is held while an execution is launched. It brings all uses of a pool into one order."""
+        """`launching` is the lock that is held while an execution is launched. It serializes all uses of a pool."""
         self._memory = memory
         self._programs = programs
         self._launching = launching

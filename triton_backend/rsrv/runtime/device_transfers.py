@@ -90,7 +90,7 @@ class CpuTransfers:
             for array in arrays:
                 if abandoned():
                     raise Abandoned
-                # Copy the array, because jax would use an aligned array in place, and it belongs to the host copy.
+                # Copy the array, because its memory belongs to the host copy, and jax would use an aligned array in place.
                 arrived.append(Buffer(self._reuse.put(array, self._put)))
             if abandoned():
                 raise Abandoned
@@ -124,7 +124,7 @@ class CpuTransfers:
         needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
         if needed < _LARGE_BYTES or needed <= spare_memory():
             return
-        # The memory of evicted weights, which was kept for reuse, may be needed.
+        # Memory of evicted weights that was kept for reuse does not count as free. Return it to the system, and check again.
         self._give_back()
         if needed > (spare := spare_memory()):
             raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
@@ -197,7 +197,7 @@ class CudaTransfers:
                     raise Abandoned
                 self._finish(copying)
         except BaseException as error:
-            # Copies in flight read host memory that the caller may unmap next.
+            # Wait for the copies in flight, because they read host memory that the caller may unmap next.
             while copying:
                 with suppress(CudaError):
                     self._finish(copying)
@@ -213,8 +213,8 @@ class CudaTransfers:
     def _allocate(self, kinds: tuple[ArrayKind, ...]) -> list[Any]:
         """Return arrays without contents, for inward copies that start from now on.
 
-        jax's allocator may return memory that earlier executions still use. So the stream waits for these executions, once for
-        all arrays. `device_put` would use the one stream of jax that also transfers the inputs of executions.
+        jax's allocator may allocate memory that earlier executions still use. So the stream waits for these executions, once
+        for all arrays. `device_put` is not used, because jax transfers the inputs of executions by the same stream.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (*kinds, ALLOCATION_END)]
         # In addition to the arrays, the allocation returns a table of their addresses.

@@ -28,7 +28,7 @@ class Staging:
 
     #: Blocks that no execution uses.
     _idle: list[Array] = field(default_factory=list)
-    #: Locks of the blocks, and of the segments that the device uses itself.
+    #: Page locks of the blocks, and of the segments that the device reads or writes directly.
     _locks: PageLocks = field(default_factory=PageLocks)
 
     def lock(self, device: Device, memory: Bytes) -> bool:
@@ -152,7 +152,7 @@ class Dispatch:
         return device.read(launched)
 
     def gather(self, staged: Array | None, device: Device) -> list[Array | Buffer]:
-        """Return the inputs at the compiled size: in place if one request fills it, otherwise stacked in `staged`.
+        """Return the inputs at the compiled size: in place if one request fills this size, otherwise stacked in `staged`.
 
         Shorter requests are padded with the manifest's values, and missing rows are zeros.
         """

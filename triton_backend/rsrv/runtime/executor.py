@@ -21,8 +21,8 @@ from rsrv.wire.blackbox import Phase
 
 log = logging.getLogger(__name__)
 
-#: If an execution on the loop takes longer than this many seconds of wall time, it is slow. This is forty times the longest
-#: expected time.
+#: An execution on the loop is slow if it takes longer than this many seconds of wall time. This is forty times `_SHORT_S`,
+#: the longest expected time.
 SLOW_S = 0.02
 #: A model is banned for BAN_S seconds if its slow executions take more than this many seconds within WINDOW_S
 #: seconds.
@@ -45,7 +45,7 @@ class LoopBans:
         self.count = 0
         #: Ends and durations of the latest slow executions, by the model's key.
         self._slow: dict[str, deque[tuple[float, float]]] = {}
-        #: Ends of the bans, by the model's key.
+        #: Time when the model's latest ban ends, by the model's key.
         self.until: dict[str, float] = {}
 
     def banned(self, model: str, now: float) -> bool:
@@ -104,7 +104,7 @@ class Executor:
     def start(self, dispatch: Dispatch, device: Device, *, depth: int, contended: bool) -> None:
         """Start an execution on a thread. A short execution is left to the loop, which calls `run_short`.
 
-        `contended`: other work may hold the device, and the loop must not wait for it.
+        `contended`: True if other work may occupy the device. The loop must not wait for such work.
         """
         if depth > 1:
             self._launch_thread.put(partial(self._launch, dispatch, device))
@@ -160,9 +160,9 @@ class Executor:
         self._inbox.post(self._execute(dispatch, device, self._activity.launch))
 
     def _launch(self, dispatch: Dispatch, device: Device) -> None:
-        """Launch an execution.
+        """Launch an execution, and pass it to the reading thread.
 
-        The reading thread does the rest, even after a failure, so that executions end in order.
+        The reading thread also reports an execution whose launch failed, so that executions end in order.
         """
         slot = self._activity.launch
         number = _begin(slot, dispatch)
@@ -189,13 +189,19 @@ class Executor:
 
 
 def _begin(slot: ActivitySlot, dispatch: Dispatch, number: int = 0) -> int:
-    """Begin the task of an execution, or continue it. Return the task's number."""
+    """Begin the task of an execution on the calling thread. Return the task's number.
+
+    `number`: number of the task if another thread has begun it. 0: the task is new.
+    """
     key, execute = dispatch.model.key, dispatch.execute
     return slot.begin(Phase.EXECUTING, key, execute.size, execute.seconds, number, alone=execute.exclusive)
 
 
 def _failed(dispatch: Dispatch, error: Exception) -> ExecutionEnded:
-    """Log an error that is being handled, and turn it into text. A stored exception would keep the execution's tensors."""
+    """Log the error of an execution, and return the failed execution. Call this while the error is handled.
+
+    The result contains only the error's text, because a stored exception would keep the execution's tensors.
+    """
     size = dispatch.execute.size
     if isinstance(error, OutOfMemory):
         log.warning(

@@ -46,16 +46,16 @@ class FreePieces:
         self._free = [nbytes]
 
     def add(self, key: int, address: int, nbytes: int) -> None:
-        """Record an allocation. If the allocator does not split off the remainder of its piece, the allocation includes it."""
+        """Record an allocation, including the remainder of its piece unless the allocator splits the remainder off."""
         if not self._start <= address < self._end:
-            return  # The pieces of another range are unknown.
+            return  # The memory is outside the range whose pieces are recorded here.
         end = address + rounded(nbytes)
         with self._lock:
             at = bisect_left(self._addresses, address)
             start, limit = self._gap(at)
             self._replace([limit - start], [])
             if start > address:
-                # The recorded end of the previous piece is wrong: unknown memory followed it, and has been freed since.
+                # The previous piece is shorter than recorded: memory of an execution followed it, and has been freed since.
                 self._ends[self._addresses[at - 1]] = start = address
             if not _rest(limit - address, end - address):
                 end = limit
@@ -80,7 +80,7 @@ class FreePieces:
             return self._free[-1] if self._free else 0
 
     def fits(self, sizes: Iterable[int]) -> bool:
-        """Return whether the allocator finds a piece for each allocation if it makes all of them.
+        """Return whether the allocator finds a piece for each of these allocations if it makes all of them, the largest first.
 
         XLA allocates the largest result of an execution first.
         """

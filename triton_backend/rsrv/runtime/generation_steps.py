@@ -36,7 +36,7 @@ class StepMemory:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """Return the first free place."""
+        """Take the first free place, and return it. If no place is free, add a block."""
         if not self._free:
             first = len(self._blocks) * _PLACES
             self._blocks.append(aligned(_PLACES * self._stride))
@@ -81,7 +81,7 @@ class StepSlice(SequenceSlice):
         model, memory, counts = served
         spec = model.bundle.manifest.generate
         assert spec is not None, "GENERATE is for generative models"
-        #: Position in the model's memory, until `end`.
+        #: Place of the generation in the model's `StepMemory`. It is free again after `end`.
         self.place, self._memory = memory.take(), memory
         block, at = memory.locate(self.place)
         super().__init__(connection, ask.request, 1, block, at, at + memory.inputs, kind=kind)
@@ -95,7 +95,7 @@ class StepSlice(SequenceSlice):
         self._deadline = ask.deadline_ns / 1e9 if ask.deadline_ns else None
         self._priority = ask.priority
         self._model, self._spec = model, spec
-        #: The variant whose tensors lie in the memory.
+        #: Index of the variant for which the memory is laid out, or -1 before the first step.
         self._variant = -1
         #: Views of this variant's tensors in the memory: tokens, lengths, and the returned token.
         self._tokens: npt.NDArray[Any]

@@ -1,8 +1,8 @@
 """Generations: the next chunk of tokens of each generation, and the consequences of each token that a step returns.
 
 A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths. Afterwards, each
-returned token is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
-generation always has one step under way, so any event that ends that step can also end the generation.
+returned token is the next chunk. Times are arguments. This module neither sends nor executes anything. `stateful_requests` does
+both. A live generation always has one step under way, so any event that ends that step can also end the generation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from rsrv_bundle.spec import GenerateSpec
 
 #: Maximum seconds of a chunk of a prompt if other requests wait. This is about one execution of a small model.
 _CHUNK_S = 0.005
-#: A chunk may also take as long as this many steps of its own model, which other requests must wait for anyway. Reading token
-#: by token would need far more steps.
+#: While other requests wait, a chunk may take longer than `_CHUNK_S`, but at most as long as this many steps of its own model. A
+#: prompt that is read token by token needs far more steps, and other requests would wait for all of these.
 _CHUNK_STEPS = 4
 #: Number of seeds. Each is exact in f32.
 _SEEDS = 1 << 24
@@ -61,7 +61,7 @@ TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] =
 }
 
 
-#: Name of the frame that carries out an event: DONE reports the end.
+#: Name of the frame that reports an event to the stub.
 EFFECTS: Mapping[GenerationEvent, str] = {E.END: "DONE"}
 
 
@@ -75,9 +75,9 @@ class GenerationCounts:
 
     #: Number of generations in progress.
     active: int = 0
-    #: Number of tokens of prompts that were read.
+    #: Number of prompt tokens that were read.
     tokens_in: int = 0
-    #: Number of tokens of answers that were sent.
+    #: Number of answer tokens that were sent.
     tokens_out: int = 0
     #: Number of tokens of the prompts whose answers have at least one token. Other prompts were read only in part, or were
     #: answered with a stop at once.
@@ -131,8 +131,9 @@ class Chunks:
     def choose(self, left: int, *, others_wait: bool) -> int:
         """Return the variant that reads the next of `left` tokens fastest, by tokens per second.
 
-        If the shortest variant has room for all these tokens, it is used, as in all steps after the prompt. So such steps share
-        executions.
+        If the shortest variant has room for all these tokens, return the shortest variant. All steps after the prompt also use
+        it, so both kinds of steps can share an execution. `others_wait`: True if other requests wait, so that the chunk must be
+        short.
         """
         if left <= self.lengths[self.shortest]:
             return self.shortest
@@ -172,7 +173,7 @@ class Generation:
     ) -> None:
         """Begin a generation that has no problem (`find_problem`)."""
         self.state = S.WAITING
-        #: End of the generation after the step under way, whatever token that step returns. None: the generation continues.
+        #: If this is set, the generation ends with it after the step under way, whatever token that step returns.
         self.ending: End | None = None
         #: Temperature, top_k, top_p and seed, in the form of the model's input.
         self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)

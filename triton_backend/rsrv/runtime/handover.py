@@ -1,4 +1,4 @@
-"""Note of a runtime for the next runtime of its device: its models, and the order in which they return."""
+"""Note for the next runtime of a device: the models of the present runtime, in the order in which their weights return."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ _MAX_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HandedModel:
-    """A model of a runtime that has ended."""
+    """One model of the note."""
 
     key: str
     name: str
@@ -32,7 +32,7 @@ class Handover:
     """A note in the runtime's private directory. Each runtime reads it at its start, and replaces it later.
 
     The models are in the order of their last use, the latest first. If a note cannot be read or written, models return in any
-    order, and models that no stub asks for do not return.
+    order, and models that no stub registers do not return.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -61,7 +61,10 @@ class Handover:
         return self.before is None or (key in self._places and self.before[self._places[key]].resident)
 
     def write(self, models: Sequence[HandedModel], *, wait: bool = False) -> None:
-        """Replace the note on a thread if it has changed. `wait`: wait until this is done, at most for `_MAX_WAIT_S`."""
+        """Write a note with these models on a thread, unless the present note already has them in this order.
+
+        `wait`: True to wait until the note is written, but not longer than `_MAX_WAIT_S`.
+        """
         if self._thread is None:
             return
         self._thread.put(lambda: self._write(models))

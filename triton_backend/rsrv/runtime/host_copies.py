@@ -81,7 +81,8 @@ class WarmModel(NamedTuple):
     since: float
     #: The model's setting `idle.executable`.
     limit: float
-    #: Minimum seconds that the model stays after its last use, because its sequences end with the connection.
+    #: Minimum seconds that the model stays warm after its last use, or 0 if it has no state. When a model falls back, its
+    #: sequences end, so it stays until they have expired.
     least: float
     #: Ids of the model's executables.
     executables: frozenset[int]
@@ -111,7 +112,7 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
 class Shortage(NamedTuple):
     """Reason why models fall back to cold."""
 
-    #: What is short, for the log.
+    #: Text for the log that says which resource is short.
     reason: str
     #: True if unloaded models have freed memory since the shortage was measured, or are about to free it.
     outdated: bool
@@ -145,9 +146,9 @@ class HostCopies:
         self._mover = mover
 
     def loaded(self, model: CompiledModel) -> None:
-        """Request a host copy for a model whose weights were loaded, if its residency asks for a copy.
+        """Request a host copy for a model whose weights were loaded, if its residency is `system`.
 
-        It is made if there is room.
+        The copy is made if there is room for it.
         """
         self.tell(model)
         if model.residency == "system" and not model.host.kept:
@@ -158,7 +159,7 @@ class HostCopies:
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
         """Handle a measurement of the free memory, for example after copies were dropped or made.
 
-        Return how many bytes the states of sequences must free, because dropping host copies does not free enough memory. If
+        Return how many bytes of sequences' state must be freed, because dropping host copies does not free enough memory. If
         `is_short` is true, models must fall back to cold for the same reason.
         """
         assert self._mover is not None
@@ -194,7 +195,7 @@ class HostCopies:
             at_rest = self._scheduler.idle_since(key) < inf
             if at_rest and model.host.is_read_ahead and self._mover is not None:
                 self._mover.end_read_ahead(model.host)
-            # Weights that were read ahead of a load are treated as a host copy until the load ends.
+            # While a load is due, report nothing: weights that were read ahead of the load count as a host copy until it ends.
             if at_rest or model.host.kept or entry.weights == "resident":
                 self.tell(model)
 
@@ -216,7 +217,7 @@ class HostCopies:
         return None
 
     def built(self) -> None:
-        """Start a measurement of the memory, because a new model's executables have taken some."""
+        """Start a measurement of memory and mappings, because the executables of a new model have taken some of both."""
         if self._mover is not None:
             self._mover.measure(mappings=True)
 
@@ -239,7 +240,7 @@ class HostCopies:
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.
 
-        Return the bytes that sequences' state must free in addition.
+        Return how many bytes of sequences' state must be freed in addition.
         """
         mover = self._mover
         if mover is None or self._drops:
@@ -249,7 +250,7 @@ class HostCopies:
         over = 0 if limit is None else limit.excess(taken + left, spare)
         excess = max(short, over)
         if excess > 0 and left:
-            # An earlier runtime left these tensors, and no front has asked for their models since then.
+            # An earlier runtime left these tensors, and no stub has registered their models with this runtime.
             mover.forget_left(excess)
             excess -= left
         if excess > 0 and mover.host.ahead:
@@ -264,8 +265,8 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        # Copies can be read again, but state cannot. So no sequence ends only for the additional bytes of `short`, which are
-        # freed until twice the least share is free.
+        # Copies can be read again, but state cannot. If memory was short before, `short` may exceed `over`, because a shortage
+        # ends only when twice the least share is free. No sequence ends for this difference.
         return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:
@@ -279,7 +280,7 @@ class HostCopies:
                 self.tell(model)
 
     def _make(self, spare: int) -> None:
-        """Make a copy for the first model that wants a copy. It may take the place of less recently used copies."""
+        """Make a copy for the first model in `_wanting`. If there is no room, drop less recently used copies first."""
         while self._wanting and self._mover is not None and not (self._drops or self._makes):
             key = next(iter(self._wanting))
             entry = self._catalog.entries.get(key)

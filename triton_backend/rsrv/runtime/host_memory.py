@@ -38,8 +38,8 @@ _FILE_MODE = 0o400
 #: Share of all memory that copies must leave free by default. It is for processes, executables, requests, and the file cache
 #: through which weights are read.
 _RESERVE = 0.25
-#: If less than this share of memory is free, evict host copies, then idle models, until twice as much is free. New
-#: copies keep that reserve. The kernel reclaims memory in storms, and kills processes, only below this share.
+#: If less than this share of memory is free, evict host copies, then idle models, until twice as much is free. New copies
+#: keep that reserve. Only below this share does the kernel slow processes down by reclaiming memory, or kill them.
 _SCARCE = 1 / 16
 #: Limits of the tensors that a `modest` process shares: an eighth of its descriptors (each tensor takes two), and 8000, which
 #: is about an eighth of its mappings.
@@ -55,7 +55,7 @@ class TensorBytes:
     """Bytes of one tensor. The memory lives as long as any view of them."""
 
     bytes: Bytes
-    #: Releases the store's claim to the bytes. It is called once.
+    #: Function that the store calls once, when it does not use the bytes any more.
     release: Callable[[], object]
 
 
@@ -72,7 +72,7 @@ def _read_note(path: Path) -> _Note:
     """Read a note. Raises OSError and ValueError."""
     with suppress(RecursionError):
         match json.loads(path.read_text()):
-            # A digest is a name in the directory of the tensors.
+            # Check the digests, because they are used as file names in the directory of the tensors.
             case [str(file), str(form), [*digests]] if all(
                 isinstance(digest, str) and _NAME.fullmatch(digest) for digest in digests
             ):
@@ -82,11 +82,11 @@ def _read_note(path: Path) -> _Note:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Limit of the copies, and the memory that they share with everything else."""
+    """Maximum size of all host copies, and the size of the memory, which everything else also uses."""
 
     #: Bytes that copies may take. Each tensor is counted once.
     copies: int
-    #: Bytes of the machine or the container.
+    #: Bytes of memory of the machine or the container.
     total: int
 
     def fits(self, copies: int, spare: int, nbytes: int) -> bool:
@@ -98,9 +98,10 @@ class MemoryLimit:
         return max(copies + nbytes - self.copies, self.lacking(spare - nbytes, ends=nbytes > 0))
 
     def lacking(self, spare: int, *, ends: bool = False) -> int:
-        """Return the bytes to free while memory is short, or 0 if it is not short.
+        """Return the bytes to free because memory is short, or 0 if it is not short.
 
-        `ends`: True if memory was short before. In this case, it is short until twice the least share is free.
+        Memory is short if less than the least share is free. `ends`: True if it is also short until twice that share is free,
+        for example because a shortage has not ended.
         """
         enough = int(self.total * 2 * _SCARCE)
         return max(0, enough - spare) if ends or spare < self.total * _SCARCE else 0
@@ -124,7 +125,7 @@ def fresh(nbytes: int) -> Bytes:
 
 
 class HostMemory:
-    """Memory of the store that is private to this process.
+    """Memory for the tensors of a `HostStore`, private to this process.
 
     Tensors stay in the memory into which they were read. The process's end frees them.
 
@@ -140,9 +141,9 @@ class HostMemory:
         return 0
 
     def forget_left(self, but: Collection[str | None], excess: int) -> None:
-        """Remove `excess` bytes of the left tensors, the oldest first.
+        """Remove left tensors, the oldest first, until `excess` bytes are removed.
 
-        Keep the tensors of files with the versions `but`.
+        Keep the tensors of weights files with the versions `but`.
         """
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
@@ -154,7 +155,7 @@ class HostMemory:
         return TensorBytes(filled, _nothing)
 
     def find(self, digest: str, nbytes: int) -> TensorBytes | None:
-        """Return a tensor that this process or another one has placed. None: there is no such tensor any more."""
+        """Return a shared tensor that this process or another one has placed. None: there is none, or it cannot be used."""
         return None
 
     def recall(self, file: WeightsFile) -> Sequence[str] | None:
@@ -179,13 +180,13 @@ class SharedMemory(HostMemory):
     """One file per large tensor in a directory of /dev/shm, named by the tensor's digest. Small tensors are private.
 
     A file is linked atomically when it is complete, and is not written again. So no process waits for another, and no process
-    sees an incomplete file. Each user holds a shared lock on the file. A process that can make its lock exclusive is the last
-    user, and removes the file. So after locking a file, a process checks that it is still linked. If a process is killed, the
-    kernel drops its locks, and the files that it leaves stay valid.
+    sees an incomplete file. Each user has a shared lock on the file. A process that can make its lock exclusive is the last
+    user, and removes the file. So after locking a file, a process checks that the file is still linked. If a process is killed,
+    the kernel drops its locks, and the files that the process leaves stay valid.
 
     So the next runtime of a server finds its predecessor's tensors. It finds their digests in notes: there is one note for
     each weights file, in a directory of the server's device. A sweep keeps the tensors in the notes of a live server even if
-    nothing uses them, because fronts may be late, or wait until a request arrives.
+    nothing uses them, because a stub may register its model late, or only when a request arrives.
 
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """

@@ -40,9 +40,9 @@ class HostCounts:
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """Room for a copy that is being made."""
+    """Reservation of memory for a copy that is being made."""
 
-    #: Bytes that are still to be read.
+    #: Reserved bytes for which no tensor is stored yet.
     nbytes: int
 
 
@@ -75,11 +75,11 @@ class HostStore:
         self._physical = 0
         #: Bytes of the copies that are being made, and bytes of weights that were read ahead.
         self._reading = 0
-        #: Models whose weights were read ahead of a load that has not ended.
+        #: Number of models whose weights were read ahead of a load that has not ended.
         self.ahead = 0
         #: Bytes of sequences' state in host memory at the loop's last check.
         self.states = 0
-        #: Bytes of free host memory that weights will take on a device that is the host itself.
+        #: If the device is the CPU, bytes of free host memory that weights will still take when they are loaded. Otherwise 0.
         self.promised = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
@@ -157,7 +157,7 @@ class HostStore:
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[_Room | None]:
-        """Count bytes as taken while they are read. Yields None if there is no room."""
+        """Reserve bytes for a copy that is made in the block. Yields None if there is no room."""
         fits = self._reserve(nbytes)
         room = _Room(nbytes if fits else 0)
         try:
@@ -178,7 +178,7 @@ class HostStore:
             self._reading -= nbytes
 
     def leave(self) -> None:
-        """End the store, and leave the shared tensors to the server's next runtime, so that it need not read them again.
+        """End the store, and leave the shared tensors to the server's next runtime, which then need not read them again.
 
         The process must end soon. If another thread is opening or keeping weights, it gets a HostMemoryError.
         """
@@ -246,14 +246,14 @@ class HostStore:
             block.release()
 
     def _keeps(self, weights: "HostWeights") -> bool:
-        """Record that all references of these weights are taken. Return False if they were taken before."""
+        """Record that these weights have a host copy. Return False if they had one before."""
         with self._lock:
             known = weights in self._kept
             self._kept.add(weights)
             return not known
 
     def _drops(self, weights: "HostWeights") -> bool:
-        """Record that all references of these weights are dropped. Return False if there are none."""
+        """Record that these weights have no host copy any more. Return False if they had none."""
         with self._lock:
             known = weights in self._kept
             self._kept.discard(weights)
@@ -262,7 +262,7 @@ class HostStore:
     def _forget(self, weights: "HostWeights", file: WeightsFile) -> None:
         with self._lock:
             self._open.discard(weights)
-            # Two models may have the same file.
+            # Keep the note of the file for the next runtime, or for another model with the same file.
             noted = self._closed or any(open_file._file.version == file.version for open_file in self._open)
         if not noted:
             self._memory.forget(file)
@@ -305,8 +305,8 @@ class HostWeights:
     def keep(self) -> None:
         """Keep a host copy if there is room. For tensors that the store has for other models, only add a reference.
 
-        Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened. After an error, the host
-        copy is as before.
+        Raises HostMemoryError, and BundleError if the file's weights have changed since it was opened. After an error, nothing
+        has changed.
         """
         if self.kept or self._closed:
             return
@@ -358,8 +358,8 @@ class HostWeights:
         """Read weights without a host copy, so that the next load does not wait for storage.
 
         These weights stay in memory until `end_read_ahead`, including weights of which other models have host copies. If there
-        is no room, the file is nevertheless read if the kernel's cache may hold it. Raises Abandoned, HostMemoryError, and
-        BundleError if a weight in the file has changed.
+        is no room for them, this only reads the file, so that the kernel caches it, provided that enough memory is free for
+        that. Raises Abandoned, HostMemoryError, and BundleError if a weight in the file has changed.
         """
         self.end_read_ahead()()
         needed = {self.tensors[index].key.digest: index for index in indices}

@@ -19,8 +19,8 @@ _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 _FALLS = 16
 #: Seconds between two groups of idle models that fall back.
 _NEXT_FALLS_S = 0.25
-#: If memory is short, the next group of models falls back when the memory of the last group is free. If that takes longer than this
-#: many seconds, because a disk is slow, the next group does not wait for it.
+#: If memory is short, the next group of models falls back when the memory of the previous group is free. If freeing takes longer
+#: than this many seconds, for example because a disk is slow, the next group falls back anyway.
 _FREED_S = 2.0
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
 #: or imports model.py.

@@ -115,7 +115,7 @@ class AheadCompiler:
     def _lowered(self, module: bytes, signature: Signature) -> Any:
         from rsrv_bundle.modules import as_exported
 
-        # An export names its platforms, and this process has only the CPU.
+        # `as_exported` names this process's platform, which is the CPU. jax would refuse to lower such an export for CUDA.
         exported = dataclasses.replace(as_exported(module, signature), platforms=("cuda",))
         sharding = self._jax.sharding.SingleDeviceSharding(self._device)
         return lower(exported, signature.donated, sharding)
@@ -227,7 +227,8 @@ def use_cache(cache: CompileCache) -> bool:
             jax.__version__,
         )
         return False
-    # jax has a public setting for the cache's directory, but none for its implementation. It calls this function.
+    # jax has a public setting for the cache's directory, but none for its implementation. So replace the function by which jax
+    # opens the cache.
     compilation_cache.get_file_cache = lambda path: (cache, path)  # type: ignore[assignment,return-value]
     # The value is not used. It only turns the cache on.
     jax.config.update("jax_compilation_cache_dir", "rsrv")

@@ -179,7 +179,7 @@ def _configure(platform: str, memory: MemoryShare, numerics: Numerics, *, asynch
     jax.config.update("jax_default_matmul_precision", "highest" if numerics == "f32" else None)
     # Without this, jax narrows f64 and i64 tensors to 32 bits.
     jax.config.update("jax_enable_x64", True)
-    # An execution occupies the CPU in any case. Another thread would only add two context switches.
+    # A CPU normally executes on the calling thread. Another thread would not make it faster, and would add two context switches.
     jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
     return preallocates
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 _KEPT_VARIABLES = frozenset({"JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"})
 #: Program that makes XLA parse XLA_FLAGS. XLA ends the process at a flag that it does not know.
 _PARSE = "from jaxlib import xla_client; xla_client.CompileOptions()"
-#: Maximum number of seconds in which a process imports jaxlib on a busy machine.
+#: Maximum seconds to wait for that program, which imports jaxlib. After a timeout, XLA_FLAGS are not checked.
 _TIMEOUT_S = 60.0
 
 
@@ -21,7 +21,7 @@ class XlaFlagsError(Exception):
 
 
 def drop_jax_variables(environment: MutableMapping[str, str]) -> list[str]:
-    """Remove variables of jax that are for debugging, for example JAX_DISABLE_JIT. Return their names."""
+    """Remove all variables of jax except `_KEPT_VARIABLES`, for example JAX_DISABLE_JIT. Return the names of the removed ones."""
     dropped = sorted(name for name in environment if name.startswith("JAX_") and name not in _KEPT_VARIABLES)
     for name in dropped:
         del environment[name]

@@ -71,7 +71,7 @@ from rsrv_bundle.inspection import Inspector
 #: Maximum timeout, because a deadline may be further away than epoll can wait.
 _MAX_WAIT_S = 3600.0
 #: Seconds from a change of the models on the device until the note for the next runtime is written. The first note is written
-#: later, so that a runtime that dies before its models have returned does not shorten the list.
+#: later: if this runtime dies before its models have returned, the previous note still lists all of them.
 _HANDOVER_S, _FIRST_HANDOVER_S = 5.0, 30.0
 
 
@@ -114,7 +114,7 @@ class Loop:
         #: Events for the scheduler, in order.
         self._outbox: Outbox = deque()
         self._passing_on = False
-        #: An execution on the loop that ended in the last round. It is passed on after this round's arrivals.
+        #: End of an execution that the loop ran in the previous round. The scheduler gets it after the arrivals of this round.
         self._ended: ExecutionEnded | None = None
         self._scheduler = Scheduler(scheduler_settings(settings))
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
@@ -168,8 +168,8 @@ class Loop:
     def inherit(self, handover: Handover, *, slept: bool) -> None:
         """Take over the models of the previous runtime. Call this before `run`.
 
-        After a crash, their stubs register them again. If the device `slept`, stubs connect only for models with requests,
-        so the runtime starts all of them itself.
+        After a crash, the stubs register these models again. If the device `slept`, stubs connect only for models with
+        requests, so this method starts all of the models.
         """
         self._registry.handover = handover
         for model in (handover.before or ()) if slept else ():
@@ -205,7 +205,7 @@ class Loop:
 
     @property
     def launcher(self) -> int | None:
-        """Thread that launches on the device. None: there is no device. May be read on any thread."""
+        """Thread in which the device executes, if it is synchronous. None: unknown, or no device. May be read on any thread."""
         return None if self._weights.device is None else self._weights.device.launcher
 
     @property
@@ -216,7 +216,7 @@ class Loop:
     # --- rounds -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until `stop`, or until an operator restarts the runtime."""
+        """Serve until `stop` is called, an operator restarts the runtime, or the device goes to sleep."""
         while self._serving:
             self.step()
         self._transport.close()
@@ -232,7 +232,7 @@ class Loop:
         if self._server.devices > 1:
             self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
         if self._ended is not None or executor.short is not None or unanswered.answering:
-            # Connections that ended late in the last round may have left answers.
+            # Connections that ended late in the previous round may have caused answers that are not sent yet.
             timeout = 0.0
         else:
             # While the device is free, publish every BEAT_S: with several devices, stubs regard a runtime with an
@@ -247,7 +247,7 @@ class Loop:
             self._timers.call(now)
         if unanswered.arrived:
             self._pass_on()
-        # Handle this after the arrivals, so that requests that arrived during the execution may share the next one.
+        # Handle the end of an execution after the arrivals, so that requests that arrived during it may share the next one.
         if self._ended is not None:
             ended, self._ended = self._ended, None
             self._executed(ended)
@@ -290,7 +290,10 @@ class Loop:
         return inf
 
     def _sleep_if_idle(self, now: float) -> float:
-        """Let the device sleep if no request has ended for `runtime.idle.server`, and nothing is under way."""
+        """Let the device sleep if no request has ended for `runtime.idle.server`, and nothing is under way.
+
+        Return the time of the next check.
+        """
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         if now - self._last_request_ended >= sleeps_after:
             self._last_request_ended = now
@@ -334,7 +337,8 @@ class Loop:
                 copies = self._weights.copies
                 shortage = copies.shortage
                 relieved = shortage is not None and self._registry.relieve(shortage, now)
-                # If models fall back to cold because mappings are scarce, this frees no memory for state.
+                # If models fall back because memory is short, they free memory, so keep the state for now. If they fall back
+                # because mappings are scarce, they free hardly any memory.
                 if not (relieved and copies.is_short):
                     self.stateful.drop_states(lacking)
             case DeviceReady():
@@ -381,7 +385,7 @@ class Loop:
         match kind:
             case Kind.SUBMIT:
                 self._requests.submit(connection, unpack_submissions(frame, count))
-                return  # The round's arrivals become one event.
+                return  # All requests that arrive in one round are passed to the scheduler in one event.
             case Kind.CANCEL:
                 self._requests.cancel(connection, unpack_ids(frame, count))
             case Kind.SEGMENT:
@@ -475,7 +479,7 @@ class Loop:
             # A client of the control service reads the models' states as soon as its command is answered, so send them first.
             self._catalog.feed.flush()
             self._commands.answer()
-            # A command may have changed the limit.
+            # A command may have changed `runtime.idle.server`.
             self._timers.set(self._sleep_if_idle, -inf)
 
     def _executed(self, ended: ExecutionEnded) -> None:
@@ -488,7 +492,8 @@ class Loop:
         if ended.dispatch.model.pool is not None and (lost := self.stateful.executed(ended)):
             error = f"{error}; the state of {lost} sequences of the model was lost"
         if self._outbox or self.unanswered.arrived:
-            # The next steps of the model's generations shall share an execution. Requests of lost sequences must not execute.
+            # Do this before the next execution is chosen. The next steps of the model's generations should share it, and
+            # requests of lost sequences must not execute.
             self._pass_on()
         self._passing_on = True
         try:
@@ -546,7 +551,10 @@ class Loop:
                     assert_never(instruction)
 
     def _start(self, instruction: ev.Execute | ev.WarmUp, *, freed: bool = False) -> None:
-        """Start work on the device. A retry waits until the evicted weights' memory is `freed`."""
+        """Start an execution or a warm-up. A retry first waits until the memory of evicted weights is free.
+
+        `freed`: True if this memory is free.
+        """
         if instruction.again and not freed:
             self._weights.retry_when_freed(instruction)
             return

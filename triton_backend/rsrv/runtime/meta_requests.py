@@ -44,7 +44,7 @@ class MetaRequests(RequestKind):
     # --- frames -------------------------------------------------------------------------------------------
 
     def take_frame(self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview) -> None:
-        """Carry out a frame of a meta model's stub."""
+        """Handle a frame of a meta model's stub."""
         match kind:
             case Kind.CALL:
                 for call in unpack_calls(frame, count):
@@ -152,7 +152,10 @@ class MetaRequests(RequestKind):
     # --- ends of calls and runs ---------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> None:
-        """Account for the sub-calls of an execution. A failed execution may still be retried."""
+        """Count the device time of an execution's sub-calls, and give the outputs that they keep to their runs.
+
+        After a failure, the runs do not get these outputs, because the execution may be retried.
+        """
         dispatch = ended.dispatch
         for part in dispatch.slices:
             if isinstance(part, CallSlice | RunSlice) and part.run is not None:
@@ -172,7 +175,7 @@ class MetaRequests(RequestKind):
             self._refuse_entry(run, status, text)
 
     def admit(self, instruction: ev.Admit) -> None:
-        """Begin a run: its ENTER is answered, and the calls that have waited for the admission are passed to the scheduler."""
+        """Begin a run: answer its ENTER, and pass the calls that waited for its admission to the scheduler."""
         run = self.runs.get(instruction.run)
         if run is None:
             return  # The run's connection was closed.

@@ -53,16 +53,16 @@ class DeviceReady:
 class BundlesRead:
     """The bundles of a connection are read. If the read failed, `result` is the reason.
 
-    Without a connection, the runtime itself asked for the model.
+    If `connection` is None, the runtime itself starts the model (`Registry.start`).
     """
 
     connection: PeerConnection | None
     result: RequestedModels | str
-    #: Reasons not to build a model that has ended runtimes, by key.
+    #: Reasons not to build models that have ended too many runtimes, by the model's key.
     verdicts: Mapping[str, str]
     #: Demand when the read began. A connection's demand may have changed since then.
     demand: Demand
-    #: Name of the model that the runtime itself asked for.
+    #: Name of the requested model or meta model.
     name: str = ""
     is_meta: bool = False
     #: Expected seconds of each model's build, by key.
@@ -146,7 +146,7 @@ class ModelBuilder:
         self._warm_up_thread = WorkerThread("warm up")
         if inspector is not None:
             self._build_thread.put(inspector.start)
-        #: True while the build thread has a step. It gets one step at a time, so that an urgent step can overtake waiting
+        #: True while the build thread has a step. The thread gets one step at a time, so that an urgent step can overtake waiting
         #: steps.
         self._busy = True
         self._build_thread.put(partial(self._do, "", self._start_device))

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class LifecycleState(StrEnum):
-    """State of a model in the runtime, from the REGISTER of its first stub on."""
+    """State of a model in the runtime, from the time when its bundle has been read."""
 
     #: The model's modules are read and inspected, or wait for the build thread.
     READING = "reading"
@@ -16,9 +16,9 @@ class LifecycleState(StrEnum):
     #: The scheduler knows the model. Its weights are loaded, then every size of it is executed.
     WARMING_UP = "warming up"
     READY = "ready"
-    #: No connection needs the model. The scheduler still executes it or moves its weights.
+    #: Nothing needs the model any more, but the scheduler still executes it or moves its weights.
     DRAINING = "draining"
-    #: The model never became ready. The scheduler may still hold it.
+    #: The model never became ready. The scheduler may still know it.
     FAILED = "failed"
     GONE = "gone"
 
@@ -30,10 +30,10 @@ class LifecycleEvent(StrEnum):
     COMPILED = "compiled"
     #: The model's costs are known, from a warm-up or from an earlier start.
     WARMED_UP = "warmed up"
-    #: The model's last connection ended.
+    #: Neither a connection nor `Registry.start` needs the model any more.
     UNWANTED = "unwanted"
     FAILED = "failed"
-    #: The scheduler does not hold the model.
+    #: The scheduler has removed the model, or has never known it.
     RELEASED = "released"
 
 
@@ -41,10 +41,11 @@ S, E = LifecycleState, LifecycleEvent
 
 TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (S.READING, E.MODULES_READ): S.COMPILING,
-    # This happens only while the model waits for the build thread.
+    # This transition happens only while the model waits for the build thread.
     (S.READING, E.UNWANTED): S.GONE,
     (S.READING, E.FAILED): S.FAILED,
-    # An unwanted model is compiled to the end, because the thread cannot stop, and because a stub may register it again.
+    # A model that nothing needs any more is compiled to the end, because the build thread cannot stop, and because a stub may
+    # register the model again.
     (S.COMPILING, E.COMPILED): S.WARMING_UP,
     (S.COMPILING, E.UNWANTED): S.GONE,
     (S.COMPILING, E.FAILED): S.FAILED,
@@ -61,7 +62,8 @@ BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
 #: States that end as soon as the scheduler releases the model.
 ENDING = {S.DRAINING, S.FAILED}
 
-#: Name of the method, the scheduler's event, or the frame to the stubs that carries out an event.
+#: Effect of an event: the method that the runtime calls, the event that it passes to the scheduler, or the frame that it sends
+#: to the stubs.
 EFFECTS: Mapping[LifecycleEvent, str] = {
     E.MODULES_READ: "ModelBuilder.build",
     E.COMPILED: "ModelAdded",

@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 _TIMED_EXECUTIONS = 3
 #: Lower bound of a measured cost. A disturbed clock may show less.
 _MIN_COST_S = 1e-7
-#: Cost until the warm-up measures it.
+#: Assumed cost of an execution until the warm-up has measured it.
 _INITIAL_COST_S = 1e-3
 #: Expected duration of a compilation. The watchdog allows a hundred times as much, because XLA may time kernels for minutes.
 _COMPILATION_S = 18.0
 #: Maximum number of cached values of each kind. Models with equal values share the cached value.
 _SHARED = 1024
 _NOTHING: Mapping[Any, Any] = {}
-#: Fields of a generation that are sent to stubs.
+#: Fields of the manifest's `generate` that are sent to stubs.
 _OF_GENERATION = ("context", "stop", "max_tokens", "tokenizer", "template")
 
 
@@ -58,9 +58,9 @@ class CompiledModel:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: `Precision` of each compiled module, in the form of its record.
+    #: The fields of each compiled module's `Precision`, by (variant, size).
     precisions: Mapping[tuple[int, int], Mapping[str, Any]]
-    #: The client's input that determines a request's rows, and its batch axis. None if no input has one.
+    #: Name of the clients' input that determines the rows of a request, and its batch axis. None: no input has a batch axis.
     batch_input: tuple[str, int] | None
     #: Device bytes of the model's largest execution, without the weights.
     scratch: int
@@ -93,8 +93,8 @@ def about(model: CompiledModel, **more: Any) -> dict[str, Any]:
 def model_key(name: str, bundle: Bundle) -> str:
     """Return the key of a version of a model. Versions have different keys, so that one warms up while another one serves.
 
-    `name` is the model's name. The bundle does not have it, because every bundle in a model repository is in a directory
-    `bundle`.
+    `name` is the model's name. The path of the bundle does not end with it, because every bundle in a model repository is in a
+    directory named `bundle`.
     """
     return f"{name}@{bundle.digest[:12]}"
 
@@ -114,7 +114,7 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
     """Read and check the bundle of a model, or of a meta model and its callees, without compiling.
 
     Files with a checksum in the manifest are not read, because `compile_model` checks the bytes when it reads them. `calls`
-    maps the callees' names to their paths. The result keeps their order. Raises BundleError.
+    maps the callees' names to their paths. The result has the callees in the order of `calls`. Raises BundleError.
     """
     bundle = read_bundle(Path(path), verify=False)
     key = model_key(name, bundle)
@@ -261,7 +261,7 @@ def _shared(interface: Interface) -> Interface:
 
 @lru_cache(_SHARED)
 def _described(precision: Precision) -> Mapping[str, Any]:
-    """Return a precision in the form of a record. Equal precisions share one object."""
+    """Return the fields of a precision. Equal precisions share one mapping."""
     return asdict(precision)
 
 
@@ -350,9 +350,9 @@ def warm_up(
 
 
 def _smooth(costs: dict[tuple[int, int], float]) -> None:
-    """Lower the cost of a size that exceeds the cost of a larger size.
+    """If a size costs more than a larger size of the same variant, lower its cost to that of the larger size.
 
-    The size's timing was disturbed, and with such a cost it would never be used.
+    The timing of the smaller size was disturbed. With the measured cost, the scheduler would never use this size.
     """
     for key in sorted(costs, reverse=True):
         larger = (cost for (variant, size), cost in costs.items() if variant == key[0] and size > key[1])
@@ -410,7 +410,7 @@ def batch_input(bundle: Bundle) -> tuple[str, int] | None:
 
 
 def to_json(model: CompiledModel) -> dict[str, Any]:
-    """Return the description of a model in REGISTERED."""
+    """Return the description of a model for the frame REGISTERED."""
     generate = model.bundle.manifest.generate
     return {
         "name": model.name,

@@ -38,9 +38,9 @@ def treatment(numerics: Numerics, hardware: Hardware) -> Treatment:
 
 
 def judge(result: Array) -> Computes:
-    """Return the precision of a product of the probe's matrix and the identity.
+    """Return the precision in which a device has multiplied the probe's matrix by the identity.
 
-    TF32 keeps 10 bits of the mantissa, so each element of the matrix becomes 1.
+    In f32, the product is the matrix itself. TF32 keeps only 10 bits of the mantissa, so each element becomes 1.
     """
     if np.array_equal(result, _matrix()):
         return "f32"
@@ -74,7 +74,7 @@ def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
 def probes(numerics: Numerics) -> list[tuple[bytes, Signature]]:
     """Return the modules of `probe`. They have the same bytes in each process."""
     blob, _ = product(_SIDE)
-    # Remove the locations, because they depend on the caller.
+    # Remove the debug locations, because they depend on the code that calls this function.
     plain = strip_locations(blob).blob
     signature = signature_of(plain, "the probe")
     if numerics != "f32":

@@ -75,7 +75,7 @@ class Policy:
         return replace(program, paused=self.paused(name), **terms(self.settings, name))
 
     def change(self, changes: DesiredChanges) -> None:
-        """Change the document. If it raises SettingsError, nothing has changed."""
+        """Change the document and the settings. After a SettingsError, nothing has changed."""
         sections = {
             name: {} if entry is None else entry.get("settings", {})
             for name, entry in changes.get("models", {}).items()

@@ -1,8 +1,8 @@
-"""Work of the next runtime before its turn, while the current runtime still serves: it makes its device and executables.
+"""Preparation of the next runtime, which makes its device and executables while the current runtime still serves.
 
 A GPU's memory has no room for the weights of two runtimes. So on a GPU, the next runtime only makes its CUDA context and loads
 executables, including the executables of the probe and of the programs that allocate memory for weights. The context takes some
-hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for weights when its turn has come.
+hundred megabytes outside of `memory_fraction`. The next runtime takes the memory for weights when the current one has ended.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which no further model is compiled ahead.
+#: After this many seconds, no further model is prepared.
 _MAX_S = 20.0
 
 
@@ -40,7 +40,7 @@ class Preparation:
     #: Settings of the device, and of the runtime that this process becomes.
     settings: Settings
     device: JaxDevice
-    #: Executables that were made ahead. They are listed because the device drops executables without a user.
+    #: Executables that were made ahead. This list keeps them alive, because the device drops executables that nothing uses.
     executables: list[Executable]
 
 
@@ -55,7 +55,7 @@ def prepare(
     """Prepare the device with this number, and the models of the repository that a runtime has compiled before.
 
     `directory` is the runtime's directory. `own_cache`: see `ExecutableSources`. Returns None if the device cannot be used
-    while the other process uses it. The caller must `claim` the device later. Changes CUDA_VISIBLE_DEVICES of this process.
+    while the current runtime uses it. The caller must `claim` the device later. Changes CUDA_VISIBLE_DEVICES of this process.
     """
     runtime, platform = settings.runtime, settings.runtime.platform
     if devices[number] == "cpu":
@@ -91,11 +91,11 @@ def prepare(
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )
-                # If a model has two equal tensors, or shares tensors with another model, its first load still compiles a
-                # program.
+                # Prepare the allocation of all the model's tensors. If the first load needs fewer, because some are equal or
+                # another model has loaded them, it still compiles a program.
                 weights = read_bundle(folder, verify=False).weights
                 device.prepare_upload([(weight.shape, numpy_dtype(weight.dtype)) for weight in weights])
-    # Do this last, because all allocations come from the heap until the claim.
+    # Do this last, because from here until the claim, all allocations take memory from the prepared heap.
     device.prepare_claim()
     log.info("%d executables are ready for the next runtime", len(made.executables))
     return made

@@ -40,7 +40,7 @@ from rsrv_bundle.inspection import Inspector
 
 log = logging.getLogger(__name__)
 
-#: If a runtime has found no device for this many seconds, it ends when the next model needs the device.
+#: If a runtime has had no device for this many seconds, it ends when the next build also finds no device.
 _WITHOUT_DEVICE_S = 20.0
 #: Exit status if the watchdog ends the process, or if the device is lost or missing.
 _EXIT_HUNG = 75
@@ -84,7 +84,7 @@ class DeviceProcess:
         self._devices = keep_devices(self._first, lambda: resolve(devices, self._platform, environment))
         device = self._devices[options.device]
         if device == "cpu":
-            # If no devices are listed, jax chooses, and explains why it finds no GPU.
+            # If `runtime.devices` is `all`, jax chooses the device, and explains why it finds no GPU.
             self._platform = self._platform if devices == "all" else "cpu"
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = device
@@ -110,7 +110,7 @@ class DeviceProcess:
         self._missing_since = inf
 
     def serve(self, *, supervises: bool) -> int:
-        """Serve until an operator restarts the runtime. Return the exit status.
+        """Serve until an operator restarts the runtime, its device goes to sleep, or the loop fails. Return the exit status.
 
         `supervises`: True if this process already supervises the control process.
         """
@@ -157,10 +157,10 @@ class DeviceProcess:
             log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
             status = _EXIT_FAILED
         loop.end(leave=True)
-        # Do this last, because threads may still begin something. No model is to blame for this end.
+        # Clear the black box last, because threads may still begin tasks. The next runtime must not blame a model for this end.
         self._box.clear()
         if status:
-            # A request may be the cause. By this record, its front knows that the runtime was not killed.
+            # A request may be the cause. This record shows the request's front that the runtime failed and was not killed.
             self._box.crashed("the loop failed")
         return status
 
@@ -188,11 +188,11 @@ class DeviceProcess:
             # until the next process has looked for the device.
             with suppress(OSError):
                 paths.write_whole(note, str(error))
-            # Count from the first failure, because importing jax alone may take longer.
+            # Count from the end of the first failed attempt, because importing jax alone may take longer than the limit.
             self._missing_since = min(self._missing_since, time.monotonic())
             if time.monotonic() - self._missing_since < _WITHOUT_DEVICE_S:
                 raise
-            # XLA counts the cards once per process. Only the next process finds a card that was added or has returned.
+            # XLA counts the cards once per process. Only a new process finds a card that was added or has returned.
             _end_soon()
             log.error("%s; the runtime ends, and the stubs start another to look again", error)
             logs.flush()
@@ -202,13 +202,13 @@ class DeviceProcess:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return None
-        # After this time, models without a registered stub are not expected to return.
+        # After `_FORGET_S`, drop the executables that no model uses. Models without a stub are then not expected to return.
         threading.Timer(_FORGET_S, prepared.executables.clear).start()
         prepared.device.claim(self._end_without_device)
         return prepared.device
 
     def _end_without_device(self, reason: str) -> None:
-        # This thread's task has not ended, so the next runtime finds the model in the black box.
+        # This thread's task stays in the black box, where the next runtime finds the model.
         self._box.crashed(f"the device is lost: {reason}")
         _end_soon()
         log.critical("the device is lost: %s; the runtime ends, and the stubs start another", reason)
@@ -284,7 +284,7 @@ def _end_after_hang(slot: ActivitySlot, task: Task, seconds: float) -> None:
 
 
 def _end_soon() -> None:
-    """End the process even if another thread hangs with the log's lock."""
+    """End the process after `_LAST_LINES_S`, even if another thread hangs while it has the log's lock."""
     timer = threading.Timer(_LAST_LINES_S, os._exit, (_EXIT_HUNG,))
     timer.daemon = True
     timer.start()

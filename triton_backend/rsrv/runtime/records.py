@@ -53,7 +53,10 @@ class RecordChanges:
                 self._changed[name] = self.number
 
     def after(self, since: int) -> tuple[int, Collection[str]]:
-        """Return `since` and the models that changed after this number, or 0 and all models if the number is not known."""
+        """Return `since` and the models that changed after the change with this number.
+
+        Return 0 and all models if `since` is older than the last `begin`, or is not a number of a change.
+        """
         if not self._begun <= since <= self.number:
             return 0, self._names
         latest = takewhile(lambda change: change[1] > since, reversed(self._changed.items()))
@@ -88,17 +91,17 @@ class Records:
         self._shape = -1
         #: Compiled versions by the name of their model. The last version is served, or will be served next.
         self._versions: dict[str, list[ModelEntry]] = {}
-        #: Models with sequences. Each record has them, because sequences end without an event of the scheduler.
+        #: Names of models with state. Every device record has them, because sequences end without an event of the scheduler.
         self._stateful: set[str] = set()
-        #: Change counts of the scheduler, by the model's key, when the last record was written.
+        #: The scheduler's change count of each model at the last device record, by the model's key.
         self._counted: dict[str, int] = {}
         #: Fields of the records that never change, by the model's key.
         self._fixed: dict[str, pb.ModelRecord] = {}
 
     def device(self, since: int = 0) -> pb.DeviceRecord:
-        """Return the record of the device. It has the models that have changed since the record with the number `since`.
+        """Return the record of the device. It has the models that have changed since the record whose `next` was `since`.
 
-        The record is whole if `since` is 0 or is not known any more.
+        It has all models if `since` is 0, or too old.
         """
         changes, weights, policy = self._changes, self._weights, self._catalog.policy
         self._note_changes()
@@ -285,7 +288,7 @@ class Records:
             pinned_bytes=weights.pinned,
             logical_bytes=weights.logical,
             physical_bytes=weights.physical,
-            # This value changes during loads and evictions.
+            # Bytes that tensors really take now. `physical_bytes` includes a load from its start.
             held_bytes=0 if mover is None else mover.device.nbytes,
         )
 

@@ -47,7 +47,7 @@ _MAX_NAME = 255
 _MAX_REASON = 4000
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
-#: Reason that is sent to a native front. It also covers meta models, because their model.py is treated as hooks.
+#: Reason for rejecting a native front. The code that checks for hooks also finds meta models, because they have a model.py.
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
 )
@@ -133,9 +133,10 @@ class Registry:
     # --- registration -------------------------------------------------------------------------------------
 
     def register(self, connection: PeerConnection, document: dict[str, Any]) -> None:
-        """Register a stub for a model by its bundle's path, or on a further connection, by its key.
+        """Register a stub for a model, or answer COLD if the model stays cold.
 
-        For a meta model, `document` also has the paths of the models that it calls.
+        `document` has the path of the model's bundle, or on a further connection of the stub, the model's key. For a meta
+        model, it also has the paths of the models that it calls.
         """
         if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
@@ -179,7 +180,7 @@ class Registry:
             self._builder.change_demand(key, self.catalog.entries[key].demand)
 
     def _stays_cold(self, name: str) -> bool:
-        """Return whether a model without requests starts only later. The next version of a warm model starts now."""
+        """Return whether a model stays cold until a request arrives. The next version of a warm model starts at once."""
         if self.catalog.policy.settings.start_of(name) == "eager":
             return False
         return not self._serves(name)
@@ -191,7 +192,8 @@ class Registry:
     def dismiss(self, key: str | None = None) -> None:
         """Send COLD to the stubs of a model or meta model that serves. None: send it to all stubs.
 
-        A stub without requests then disconnects, and connects again at its next request.
+        A stub without requests then disconnects, and connects again at its next request. If the model is kept without a
+        connection, it is not kept any more.
         """
         for connection in self._transport.connections:
             group = connection.group
@@ -255,7 +257,7 @@ class Registry:
                 self._unload_unwanted(entry)
 
     def bundles_read(self, message: BundlesRead) -> None:
-        """Add the new models that a connection has requested, and join the connection to its registration."""
+        """Start the models that a connection has requested, and add the connection to their registration, or reject it."""
         connection, requested = message.connection, message.result
         if connection is None:
             self._read_for_none(message)
@@ -336,7 +338,7 @@ class Registry:
                 self._transport.guard(connection, self._announce, connection, text)
 
     def _begin(self, requested: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
-        """Add the new models in their first state. Return the sum of their `_start_seconds`."""
+        """Add the requested models that are new, and begin their builds. Return the sum of their `_start_seconds`."""
         start_s = 0.0
         for key, (name, bundle) in requested.models.items():
             if key not in self.catalog.entries:
@@ -348,14 +350,20 @@ class Registry:
         return start_s
 
     def _start_seconds(self, key: str) -> float:
-        """Return the minimum seconds until a new model can serve. 0.0: unknown, or no requests are refused because of it."""
+        """Return the minimum seconds until a new model can serve.
+
+        0.0: the time is unknown, or the discipline sheds no requests, so the time makes no difference.
+        """
         device = self.weights.device
         if device is None or not self._scheduler.sheds:
             return 0.0
         return device.known_start(key) or 0.0
 
     def _read_for_none(self, message: BundlesRead) -> None:
-        """Add a model for `start`. Do nothing if a stub has registered it or `let_go` was called after `start`."""
+        """Continue `start`: begin the build of the model, or record why it cannot be built.
+
+        Do nothing if a stub has registered the model, or if `let_go` was called, since `start`.
+        """
         requested = message.result
         if message.name not in self._held or self.catalog.serves(message.name):
             return
@@ -517,7 +525,7 @@ class Registry:
         self._builder.warm_up(self.catalog.get(instruction.model), device, again=instruction.again)
 
     def warmed_up(self, message: ModelWarmedUp) -> None:
-        """Serve a model whose warm-up succeeded."""
+        """Serve a model whose warm-up succeeded. Fail a model whose warm-up failed, unless the warm-up is retried."""
         model, key = message.model, message.model.key
         self._outbox.append(ev.WarmUpEnded(key, message.costs, message.out_of_memory))
         entry = self.catalog.entries[key]

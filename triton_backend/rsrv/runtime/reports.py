@@ -42,7 +42,7 @@ class Reports:
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"a REPORT with slow requests that cannot be read: {error}") from None
         for slow in self._scheduler.slowest(group.key, self._clock()) if fronts else ():
-            # Requests of a stub's connections may have equal numbers, but hardly at the same time.
+            # Requests on different connections of a stub may have equal numbers, so also compare the times.
             for since, until in fronts.get(own_number(slow.request.id), ()) if slow.front is None else ():
                 before, after = slow.arrived - since, until - slow.ending.at
                 if before >= 0 and after >= 0:
@@ -83,7 +83,10 @@ class Reports:
         return answer
 
     def find(self, tag: int, id: int | None) -> dict[str, Any]:
-        """Return the slowest requests and the requests in progress that have this tag of a client's id, or this id."""
+        """Return the slowest requests and the requests in progress that have this global `id`, or this `tag`.
+
+        A tag is the hash of a client's id for a request.
+        """
         now = self._clock()
         return self._slow_requests(self._scheduler.find_requests(tag, id, now), now)
 
@@ -121,7 +124,7 @@ def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
         "parts": len(described),
         "rows": sum(part["rows"] for part in described),
         "seconds": seconds,
-        # The first part has the time from its own end to the answer in the front.
+        # `after_s` of the first part begins at the end of that part, not at the end of the last part.
         "after_s": None if after is None else max(0.0, after - (seconds - first["seconds"])),
         "outcome": next((part["outcome"] for part in described if part["outcome"] != "answered"), "answered"),
         "batch": None,

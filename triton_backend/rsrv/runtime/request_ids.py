@@ -9,7 +9,7 @@ _MAX_NUMBER = 32
 
 
 def global_id(connection: int, request: int) -> int:
-    """Return the global id of a request, given its connection's number and its number there. Raises ProtocolError."""
+    """Return the global id of the request with this number on the connection with this number. Raises ProtocolError."""
     if request >> ID_BITS:
         raise ProtocolError(f"request id {request} has more than {ID_BITS} bits")
     return connection << ID_BITS | request
@@ -18,14 +18,14 @@ def global_id(connection: int, request: int) -> int:
 def request_number(id: int) -> str:
     """Return the number by which operators name a request, given its global id.
 
-    It has the connection's number and the request's number there (3.17). A step of a generation has only its own number
-    (step.17).
+    It consists of the connection's number and the request's number on that connection (3.17). A step of a generation has only
+    its own number (step.17).
     """
     return f"step.{-id}" if id < 0 else f"{id >> ID_BITS}.{own_number(id)}"
 
 
 def own_number(id: int) -> int:
-    """Return the number that the connection of a request gave it."""
+    """Return the number of a request on its connection, given its global id."""
     return id & (1 << ID_BITS) - 1
 
 

@@ -126,8 +126,8 @@ class Requests:
         """Abort the requests, runs and generations with this tag.
 
         Returns the number of aborted runs and generations, the ids of the requests with the tag, and the ids of all cancelled
-        requests. The cancelled requests also include the sub-calls of the runs. They end when the scheduler has handled the
-        event. Only executing requests are answered as usual, but their run does not continue.
+        requests, which include the sub-calls of the aborted runs. The cancelled requests end when the scheduler handles the
+        cancellation. A request that executes is still answered, but an aborted run does not continue after it.
         """
         if not tag:
             return 0, set(), set()

@@ -22,7 +22,7 @@ _MAX_HELD = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that a run keeps on the device. It has `rows` rows, from `first` on, of an output of `size` rows."""
+    """A tensor that a run keeps on the device: `rows` rows of an output of `size` rows, beginning with the row `first`."""
 
     buffer: Buffer
     tensor: Tensor
@@ -36,7 +36,7 @@ class Kept:
         return self.tensor.nbytes(self.size)
 
     def fits(self, tensor: Tensor, rows: int) -> bool:
-        """Return whether the tensor can be this input of a call with `rows` rows."""
+        """Return whether this tensor can be the input `tensor` of a call with `rows` rows."""
         mine = self.tensor
         return (
             (mine.batch_axis is None or self.rows == rows)
@@ -74,7 +74,7 @@ class MetaRun:
     held: list[ev.Request] = field(default_factory=list)
     #: Tensors on the device, by the numbers that the run's stub chose.
     kept: dict[int, Kept] = field(default_factory=dict)
-    #: Device bytes that the run's unfinished calls will keep, by the same numbers.
+    #: Device bytes of the tensors that unfinished calls of the run will add to `kept`, by the same numbers.
     promised: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -121,7 +121,7 @@ class Runs:
         return run if run is not None and run.admitted and model in run.group.calls else None
 
     def of(self, connection: PeerConnection, token: int) -> MetaRun | None:
-        """Return the run with this token, which belongs to the connection's model. None: the run has ended.
+        """Return the run of the connection's model with this token. None: the run has ended, or never began.
 
         Raises:
             ProtocolError: the run belongs to another model.
@@ -174,7 +174,10 @@ class Runs:
         run.held.append(request)
 
     def remove(self, run: MetaRun, status: Status) -> None:
-        """Remove a run that has ended, and count its outcome. If a run used several devices, only one of them counts it."""
+        """Remove a run that has ended, and count its outcome.
+
+        If the run used several devices, only the runtime of one device counts the outcome.
+        """
         del self.by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         if not run.further:

@@ -24,7 +24,7 @@ LOST = (
     "the sequence is not known: it never started or has ended, or its state was dropped because it was idle for too long, host "
     "memory was short, an execution of its model failed, or its runtime ended; start it again"
 )
-#: Text for requests whose state another request's failed execution has destroyed.
+#: Text for the requests of sequences whose state was lost in a failed execution of other requests.
 STATE_LOST = (
     "an execution of this model failed, and the state of all its sequences was lost with it; start again"
 )
@@ -95,7 +95,7 @@ class SequenceEntry:
     begun: bool = False
     #: The sequence's request, waiting or with the scheduler.
     request: ev.Request | None = None
-    #: Flags of that request.
+    #: Flags of `request`.
     flags: int = 0
     #: True if the sequence ends with its request, whatever the request's outcome.
     doomed: bool = False
@@ -133,7 +133,7 @@ class Verdicts(NamedTuple):
     #: Requests for the scheduler.
     granted: tuple[ev.Request, ...] = ()
     refused: tuple[RefusedStep, ...] = ()
-    #: Requests of lost sequences that the scheduler still has.
+    #: Ids of requests of lost sequences. The scheduler has these requests, and must cancel them.
     cancelled: tuple[int, ...] = ()
     #: Number of sequences that ended because their state was lost or dropped.
     lost: int = 0
@@ -181,7 +181,7 @@ class SequenceTable:
         return any(model.sequences for model in self._models.values())
 
     def due(self, key: str | None = None) -> float:
-        """Return the time when `expire` has something to do, for one model or for any (None)."""
+        """Return the time when the next sequence or waiting request of a model expires. `key`: the model. None: any model."""
         models: Iterable[_SlotTable] = self._models.values() if key is None else (self._models[key],)
         return min((model.due() for model in models), default=inf)
 
@@ -282,7 +282,10 @@ class SequenceTable:
         return Verdicts(self._grant_all())
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Accept the requests of these models that wait for a slot. A pause that begins refuses only later requests."""
+        """Mark the requests of these models that wait for a slot as accepted.
+
+        Call this before the pause of these models changes, so that a pause of mode drain refuses only later requests.
+        """
         for model in [self._models[key] for key in keys if key in self._models]:
             for sequence in model.waiting.values():
                 assert sequence.request is not None
@@ -313,12 +316,12 @@ class SequenceTable:
     def host_bytes(self, resident: Collection[str]) -> int:
         """Return the bytes of state in host memory.
 
-        Stored sequences have their state there, and also idle sequences whose model is not in `resident`.
+        A sequence has its state in host memory if it is stored, or if it is idle and its model is not in `resident`.
         """
         return sum(len(resting) * model.spec.slot_bytes for model, resting in self._on_host(resident))
 
     def drop(self, excess: int, resident: Collection[str]) -> Verdicts:
-        """End sequences that have `excess` bytes of state in host memory, the longest idle first."""
+        """End sequences, the longest idle first, until `excess` bytes of state in host memory are free."""
         oldest = merge(
             *(
                 [(sequence.used, sequence, model) for sequence in resting.values()]
@@ -412,7 +415,7 @@ def _check(request: ev.Request, known: SequenceEntry | None, id: int, flags: int
 
 
 def _check_room(model: _SlotTable, request: ev.Request, limit: int, now: float) -> RefusedStep | None:
-    """Return the refusal of a new sequence that cannot even wait, or None."""
+    """Return the refusal of a new sequence that gets no slot and may not wait for one, or None."""
     spec = model.spec
     if len(model.sequences) >= MAX_SEQUENCES:
         text = f"{MAX_SEQUENCES} sequences of this model are in progress; end some, or try again later"

@@ -16,7 +16,7 @@ from typing import Literal
 from rsrv.runtime.cuda import find_card
 from rsrv.wire.paths import DEVICES, read_devices, write_whole
 
-#: Seconds to wait for the end of the previous server.
+#: Maximum seconds to wait until the previous server has ended and released its card.
 CARD_TIMEOUT_S = 10.0
 #: Servers with at most this runtime.memory_fraction may share a card.
 SHARING_FRACTION = 0.5
@@ -136,7 +136,8 @@ def _listed(
         except GpusUnknown:
             gpus = ()  # Use the names as they are listed, because only CUDA can resolve them.
         if platform == "auto" and not gpus and not platforms and find_card({}) is None:
-            # Without this check, the CPU would silently serve in place of the GPU. CUDA_VISIBLE_DEVICES has its own errors below.
+            # Without this check, the CPU would silently serve in place of the GPU. `find_card` gets no environment, because
+            # errors of CUDA_VISIBLE_DEVICES are reported below.
             raise DevicesError(
                 f"{_KEY}: {named[0]}: this machine or container has no device node of an NVIDIA card. Start a container with "
                 "--gpus all. If there is a card, set runtime.platform: cuda. If the models should run on the CPU, write cpu"
@@ -203,7 +204,7 @@ def _wanted(device_name: int | str, visible: str | None, gpus: Sequence[Installe
             )
         return here[device_name]
     devices = _named(device_name, gpus, _KEY)
-    # Without NVML, several names may mean one device.
+    # If NVML does not list the GPUs, names cannot be compared, because one device may have several names.
     if gpus and not {device for group in here for device in group}.issuperset(devices):
         raise DevicesError(f"{_KEY}: {device_name} is not in CUDA_VISIBLE_DEVICES ({visible})")
     return devices
@@ -212,7 +213,7 @@ def _wanted(device_name: int | str, visible: str | None, gpus: Sequence[Installe
 def _named(name: int | str, gpus: Sequence[InstalledGpu], setting: str) -> tuple[str, ...]:
     """Return the devices with this number in nvidia-smi, or with this UUID or this beginning of a UUID.
 
-    `setting` is the setting that has this name. Errors mention it.
+    `setting`: the setting in which the name is, for error messages.
     """
     if not gpus:
         return (str(name),)

@@ -15,9 +15,10 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 
 class RequestKind:
-    """Handler of one kind of requests that are not plain, from their arrival to their end.
+    """Handler of one kind of requests, such as sub-calls of meta models, from their arrival to their end.
 
-    Subclasses must override `submit`. The other methods of this class do nothing, which is what a plain request needs.
+    Plain requests need no handler. Subclasses must override `submit`. The other methods of this class treat a request like a
+    plain one.
     """
 
     def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
@@ -36,7 +37,10 @@ class RequestKind:
         return True
 
     def failed(self, part: Any, status: Status, text: str) -> tuple[Status, str]:
-        """Return the status and the text of a request that the scheduler ended without an answer."""
+        """Return the status and the text for the client of a request that the scheduler ended without an answer.
+
+        `status`, `text`: the status and the text that a plain request gets.
+        """
         return status, text
 
     def ended(self, part: Any, status: Status, text: str) -> bool:
@@ -47,7 +51,7 @@ class RequestKind:
         """Handle an id that the scheduler refused and that is not in `UnansweredRequests.pending`."""
 
     def cancel(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Handle a cancellation. Return the ids of other requests to cancel."""
+        """Handle the cancellation of the requests with these global ids. Return ids of further requests to cancel."""
         return ()
 
     def abort(self, tag: int) -> tuple[int, set[int]]:
@@ -126,6 +130,6 @@ class RequestSlice:
 
 
 def view(block: Block, index: int, rows: int, memory: Bytes | Array, start: int) -> Array:
-    """View a tensor of a block that begins `start` bytes into the memory."""
+    """Return a view of one tensor of a block. The block begins at byte `start` of the memory."""
     places, dtype = block.places[rows], numpy_dtype(block.tensors[index].dtype)
     return np.ndarray(places.shapes[index], dtype, memory, start + places.offsets[index])

@@ -1,8 +1,8 @@
 """The spare: a process that has imported everything, and becomes the next runtime when the runtime ends.
 
-The spare shares the runtime's listening socket. After the runtime's death, connections wait there for the spare, so no stub
-starts another runtime. If the runtime has ended to put its device to sleep, the spare waits for a connection, from a stub with
-a request or from an operator who wakes the device. A spare normally has no device, because jax makes a CUDA context when a
+The spare shares the runtime's listening socket. After the runtime's death, connections wait at the socket for the spare, so no
+stub starts another runtime. If the runtime has ended to put its device to sleep, the spare waits for a connection, from a stub
+with a request or from an operator who wakes the device. A spare normally has no device, because jax makes a CUDA context when a
 device is first used. Only a spare that is started for a restart prepares its device (`preparation`).
 """
 
@@ -35,7 +35,7 @@ _CHECK_S = 0.5
 _PAUSE_S = 30.0
 #: Bytes of memory that a spare takes.
 _BYTES = 90 << 20
-#: Niceness of the imports. They have their own thread, because a process cannot take back a higher niceness.
+#: Niceness of the importing thread. Only this thread becomes nicer, because many users may not lower a process's niceness again.
 _NICENESS = 19
 #: Beginning of the report of a spare that waits for its turn, in all versions.
 _CAN = "speaks version"
@@ -65,15 +65,16 @@ def has_room() -> bool:
 
 
 class Successor:
-    """The process that becomes the next runtime, for a planned end of this one.
+    """The process that becomes the next runtime after a planned end of this runtime.
 
-    This base class has no such process. A stub starts one later.
+    With this base class, there is no such process, and a stub starts the next runtime later.
     """
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        """Make the process wait for its turn. `fresh`: it must use the packages that are installed now.
+        """Prepare the process, which then waits until this runtime ends.
 
-        `done` is called on any thread, with "" or the reason why the process cannot serve.
+        `fresh`: True if the process must use the packages that are installed now. `done` is called on any thread, with "" or
+        the reason why the process cannot serve.
         """
         done("")
 
@@ -99,7 +100,10 @@ class SpareKeeper(Successor):
         is_building: Callable[[], bool],
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`command` starts a spare; options for its descriptors are added. `rest` sleeps for a number of seconds."""
+        """`command` starts a spare. Options for the spare's descriptors are added to it.
+
+        While `is_building` returns True, `keep` starts no spare. `rest` sleeps for a number of seconds.
+        """
         self._directory = directory
         # Open a pidfd now, because another process may have the pid later.
         runtime = os.pidfd_open(os.getpid())
@@ -112,7 +116,7 @@ class SpareKeeper(Successor):
         self._spare: _Spare | None = None
         #: The spare that was started for a restart, with its device.
         self._prepared: _Spare | None = None
-        #: True if a spare exists although no end is planned.
+        #: True if `keep` keeps a spare even if no end of this runtime is planned.
         self._keeps = False
 
     def keep(self) -> None:
@@ -178,7 +182,8 @@ class SpareKeeper(Successor):
                 spare = self._spare = self._spare or self._start(self._command)
         except OSError as error:
             return f"the next runtime cannot be started: {error}"
-        # The spare may import its modules while the device sleeps. If that fails, a stub starts a runtime.
+        # Do not wait for the imports, because the spare may finish them while the device sleeps. If they fail, a stub starts a
+        # runtime.
         return spare.problem(wait_s=0.0)
 
     def _renew(self) -> str:
@@ -193,7 +198,7 @@ class SpareKeeper(Successor):
         with self._lock:
             before, self._spare = self._spare, fresh
             self._prepared = fresh
-        # Two spares would both take this process's place.
+        # End the previous spare, because otherwise both spares would take this process's place.
         if before is not None:
             before.end()
         return ""
@@ -277,7 +282,8 @@ def wait_for_turn(
                 return False
             awaited.difference_update(ended)
             if awaited == {prepared} and preparation.native_id is not None:
-                # Requests wait for the imports now, so raise their priority. Not every user may do that.
+                # The runtime has ended, so requests wait for the imports. Raise the priority of the importing thread. Not every
+                # user may do that.
                 with suppress(OSError):
                     nice = os.getpriority(os.PRIO_PROCESS, os.getpid())
                     os.setpriority(os.PRIO_PROCESS, preparation.native_id, nice)
@@ -287,7 +293,7 @@ def wait_for_turn(
 
 
 def wait_for_call(server: int, listener: int) -> bool:
-    """Wait for a connection. Return False if the server ends. Called in the spare of a sleeping device, at its turn."""
+    """Wait for a connection. Return False if the server ends. Called in the spare of a device that sleeps."""
     return server not in readable([server, listener])
 
 
@@ -309,9 +315,9 @@ def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int,
 
 
 def _import(modules: Sequence[str]) -> str:
-    """Return the first reason why one of rsrv's modules cannot be imported.
+    """Import the modules. Return the reason why the first of rsrv's modules cannot be imported, or "".
 
-    Other modules are only imported ahead of their use.
+    Errors of other packages' modules are ignored, because these modules are only imported ahead of their use.
     """
     problem = ""
     for name in modules:

@@ -44,13 +44,13 @@ class Demand:
 class BuildStep:
     """Work of the build thread that has not begun."""
 
-    #: Unique among the waiting steps.
+    #: Id of the step, unique among the waiting steps.
     id: Hashable
     #: Name of the model, or "" if the step is for no model.
     name: str
     demand: Demand
     action: Callable[[], object]
-    #: True if the step reads a bundle, False if it builds a model.
+    #: True if the step reads a bundle.
     reads: bool = False
     #: Expected seconds of the step.
     seconds: float = 0.0
@@ -61,9 +61,10 @@ class BuildStep:
 #: Position of a step in the order, smallest first. The last element is unique.
 _Rank = tuple[int, float, int, float, int]
 
-#: Half of a model's building time is forgotten in this many seconds.
+#: After this many seconds, only half of a model's recent building time still counts.
 _HALF_LIFE_S = 60.0
-#: A build of at least this many expected seconds begins after all bundles are read, because other builds may be shorter.
+#: A build is long if it is expected to take at least this many seconds. With equal urgency and deadline, reads of bundles come
+#: before long builds, because the builds of these bundles may be shorter.
 _LONG_S = 1.0
 
 
@@ -72,8 +73,8 @@ class StartQueue:
 
     Steps are ordered by urgency, then by deadline (past deadlines are ignored), then by kind (short builds, reads of bundles,
     long builds), then by arrival. So the first of many models serves before all bundles are read, and no short build waits for
-    a long one. For the order, the expected building time and the recent building time divided by the model's weight are added
-    to the arrival. So a model with a long build is overtaken only by models that arrive within this time.
+    a long one. To the arrival, the queue adds the expected seconds of the step, and the model's recent building time divided by
+    its weight. So a step is overtaken only by steps that arrive within this additional time.
     """
 
     def __init__(self) -> None:

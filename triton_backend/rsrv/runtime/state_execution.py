@@ -22,7 +22,7 @@ class SequenceSlice(RequestSlice):
 class StepDispatch(Dispatch):
     """A dispatch of a model with state."""
 
-    #: Slots of the slices, in their order.
+    #: Slot and state of each slice's sequence, in the order of the slices.
     rows_in_slots: Sequence[SlotRow] = ()
     #: Number of times that the model's states were lost before the launch.
     losses: int = 0

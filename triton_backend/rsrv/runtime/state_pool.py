@@ -2,8 +2,8 @@
 
 A slot may belong to a sequence whose state is elsewhere: in host memory after an eviction, or still in another slot.
 `launch` brings each state to the slot where its row expects it. Before that, it saves the state that another live sequence
-has there. So the loop only decides which sequence has which slot. A retry of an execution finds each state where the
-first attempt left it.
+has in that slot. So the loop only decides which sequence has which slot. A retry of an execution finds each state where
+the first attempt left it.
 """
 
 import logging
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class StateLost(Exception):
-    """A sequence continues, but its state is gone."""
+    """An execution continues a sequence whose state is lost."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceTensors:
-    """The state of one sequence, on the device or the host. Without a slot and arrays, it is lost or has not begun."""
+    """The state of one sequence, on the device or the host. Without `slot` and `arrays`, the state is lost or not made yet."""
 
     #: Slot that holds the state, or None.
     slot: int | None = None
@@ -75,8 +75,8 @@ class StatePool:
         self._pools: Pools | None = None
         #: The state that each slot holds, by slot.
         self._held: dict[int, SequenceTensors] = {}
-        #: Number of times that the contents were lost. If it has changed since the launch of an execution that fails, the
-        #: failure destroys no newer contents.
+        #: Number of times that the contents of the pools were lost. A failed execution destroys the contents only if this number
+        #: has not changed since its launch. Otherwise, the contents are newer than the execution.
         self.losses = 0
         # A thread may handle a failed execution while another thread launches the next one.
         self._lock = Lock()
@@ -133,7 +133,11 @@ class StatePool:
             return launched, self.losses
 
     def read(self, device: Device, launched: Launched, losses: int) -> tuple[list[Array], float]:
-        """Read an execution. If it has failed, drop the pools and all states in them, because it has written to them."""
+        """Read the outputs of an execution, and its seconds on the device.
+
+        `losses`: the number that `launch` returned. If the execution has failed, drop the pools and all states in them, because
+        the execution has written to them.
+        """
         try:
             return device.read(launched)
         except BaseException:
@@ -145,7 +149,8 @@ class StatePool:
     def _place(self, device: Device, size: int, rows: Sequence[SlotRow]) -> Array:
         """Bring each row's state to its slot. Return the module's argument with the slots.
 
-        It has the slot of each row, ~slot if the row begins a sequence, and the number of slots for padding.
+        The argument has one number for each row of the execution: the row's slot, ~slot if the row begins a sequence, or the
+        number of slots if the row is padding.
         """
         slots = np.full(size, self.spec.slots, np.int32)
         for index, (slot, tensors, begins) in enumerate(rows):

@@ -146,9 +146,10 @@ class StatefulRequests(RequestKind):
     # --- ends of requests ---------------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> int:
-        """Handle the end of a model's execution. A failed execution may be retried.
+        """Take the tokens of an execution, or after a failure, end the sequences that lost their state.
 
-        Return the number of sequences that lost their state.
+        Return the number of sequences that lost their state. An execution that found no memory may be retried, so its sequences
+        continue if they still have their state.
         """
         dispatch, pool = ended.dispatch, ended.dispatch.model.pool
         assert pool is not None
@@ -189,7 +190,7 @@ class StatefulRequests(RequestKind):
         """Cancel generations, and requests that wait for a slot. The scheduler cancels the other requests."""
         named = [self.generations[id] for id in ids if id in self.generations]
         pending = self._requests.pending
-        # When a connection ends, `ids` has the current steps of its generations.
+        # If a connection has ended, `ids` has the ids of the current steps instead of the ids of the generations.
         present = [part for id in ids if isinstance(part := pending.get(id), StepSlice)]
         for step in (*named, *present):
             step.generation.ending = step.generation.ending or End(Status.CANCELLED, CANCELLED)
@@ -242,9 +243,9 @@ class StatefulRequests(RequestKind):
         return request
 
     def _take_tokens(self, slices: Iterable[Slice]) -> None:
-        """Send the tokens of an execution.
+        """Send the tokens of an execution. Then submit the next step of each generation, or end the generation.
 
-        Submit the next steps at once, so that they share an execution, or end generations.
+        All next steps are submitted together, so that they share an execution.
         """
         now = self._clock()
         # Use the order of the steps' memory, so that the next execution copies neighbours at once.

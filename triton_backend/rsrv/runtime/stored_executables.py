@@ -44,7 +44,7 @@ class CompileTarget:
     flags: str
 
     def differences(self, here: "CompileTarget") -> str:
-        """Return a text that says how this target differs from the one here, or "" if they are equal."""
+        """Return a text that says how this target differs from `here`, the target of this process, or "" if they are equal."""
         values = (
             (field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self)
         )
@@ -66,7 +66,7 @@ class Contents:
     digests: Mapping[str, str]
     #: Estimated seconds of an execution on the card, by the SHA-256 of the module. Empty if the card's rates are unknown.
     seconds: Mapping[str, float]
-    #: SHA-256 of each module, by model, and by "variant/size".
+    #: SHA-256 of each module, by the model's name, and then by "variant/size".
     models: Mapping[str, Mapping[str, str]]
     #: SHA-256 of the modules without an executable. Only a server on the card can compile them.
     left: Sequence[str] = ()
@@ -140,7 +140,7 @@ def write_executables(
     models: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     left: Sequence[str] = (),
 ) -> None:
-    """Write a file of executables in one step, in place of an earlier one. Raises OSError.
+    """Write a file of executables atomically. It replaces an earlier file. Raises OSError.
 
     `entries` has the executables by the SHA-256 of their modules. For the other parameters, see `Contents`.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-#: Nice value of threads whose work may wait. Such a thread gets a tenth of the time of a competing thread.
+#: Increment of the niceness of threads whose work may wait. Such a thread gets a tenth of the time of a competing thread.
 _NICER = 10
 
 

@@ -31,7 +31,7 @@ SpanAttributes = dict[str, str | int | float]
 
 
 class RingBuffer(Generic[T]):
-    """The latest elements of all that were ever added, at most `length`."""
+    """Buffer of the latest `length` elements of those that were added."""
 
     def __init__(self, length: int) -> None:
         self._kept: deque[T] = deque(maxlen=length)
@@ -250,12 +250,12 @@ class Traces:
                         traced.loads.append(ended)
 
     def executes(self, execute: ev.Execute, now: float) -> None:
-        """End the wait of the traced requests whose execution begins."""
+        """Record that an execution begins, which ends the wait of its traced requests."""
         traced = list(filter(None, map(self.live.get, execute.requests)))
         if traced:
             self._executing[execute.number] = traced
         for request in traced:
-            if not request.executed:  # If it has executed before, this is the retry.
+            if not request.executed:  # A request that has executed before is being retried.
                 request.executed = True
                 self._add_waiting(request, now, "")
 

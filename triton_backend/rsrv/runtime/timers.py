@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from math import inf
 
-#: An action gets the time, in seconds on the loop's clock, and returns the time when it is due next. inf: not before its
-#: time is set again.
+#: Function that gets the present time, in seconds on the loop's clock, and returns the time when it is due next. inf: it is not
+#: due until its time is set again.
 Action = Callable[[float], float]
 
 

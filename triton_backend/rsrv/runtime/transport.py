@@ -31,7 +31,7 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
-#: Seconds for which a runtime that ends as planned waits until its peers have read its last frames.
+#: Maximum seconds that a runtime that ends as planned waits until its peers have read its last frames.
 _SETTLE_S = 0.05
 #: Seconds between two checks whether the peers have read these frames.
 _SETTLE_POLL_S = 0.001
@@ -44,8 +44,8 @@ _MAX_BACKLOG_FDS = 64
 #: The bytes are only address space until they are used.
 _MAX_SEGMENTS = 1024
 _MAX_SEGMENT_BYTES = 1 << 40
-#: Maximum number of marks whose traced requests have not arrived. If there are more, some requests will never arrive, so all
-#: marks are dropped.
+#: Maximum number of a connection's marks whose traced requests have not arrived. If there are more, some of these requests will
+#: never arrive, so all marks are dropped.
 _MAX_MARKS = 4096
 
 
@@ -55,7 +55,7 @@ class MetaCounts:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
-    #: Sum of the sub-calls' shares of the seconds of their executions. Shares are in proportion to rows.
+    #: Device seconds of the sub-calls. Each sub-call gets a share of its execution's seconds, in proportion to its rows.
     device_seconds: float = 0.0
 
 
@@ -67,7 +67,7 @@ class Registration:
     name: str
     #: Digest of the bundle.
     digest: str
-    #: Keys of the model, or of the callees in the order of REGISTER. They stay built while the registration exists.
+    #: Keys of the model, or of the callees in the order of REGISTER. These models are not unloaded while the registration exists.
     models: tuple[str, ...]
     #: Tensors of the clients: {"inputs": [(name, dtype, dims)...], "outputs": [...]}.
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
@@ -107,8 +107,8 @@ class PeerConnection:
         #: Marks of traced requests that have not arrived, by the connection's numbers of the requests.
         self.marks: dict[int, Mark] = {}
         self.receiver = Receiver(sock, buffer)
-        #: Frames that the peer has no room for, with their descriptors. This is a list, because it is nearly always empty, and
-        #: a deque would take 760 bytes for each connection.
+        #: Frames that the socket has no room for, because the peer does not read, with their descriptors. This is a list, because
+        #: it is nearly always empty, and a deque would take 760 bytes for each connection.
         self.backlog: list[tuple[bytes, tuple[int, ...]]] = []
         self._backlog_bytes = 0
         self._backlog_fds = 0
@@ -252,7 +252,7 @@ class Transport:
         self._on_close = on_close
         self._next_id = 0
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        #: Maximum number of connections: half of the descriptors.
+        #: Maximum number of connections: half of the descriptors that are not reserved.
         self._max_connections = max(1, (limit - _RESERVED_FDS) // 2)
         self._max_files = limit
         log.info("room for %s, with the %d files that may be open", self._room(), limit)
@@ -276,14 +276,14 @@ class Transport:
     def handle(self, ready: list[tuple[int, int]]) -> None:
         """Handle the events that `wait` returned."""
         for fd, mask in ready:
-            target = self._targets.get(fd)  # None: an earlier event of this round has closed it.
+            target = self._targets.get(fd)  # None: an earlier event of this round has closed the connection.
             if isinstance(target, PeerConnection):
                 self.guard(target, self._serve, target, mask)
             elif target is not None:
                 target()
 
     def guard(self, connection: PeerConnection, action: Callable[..., None], *args: Any) -> None:
-        """Run an action for a connection. If it raises, only that connection is closed."""
+        """Run an action for a connection. If the action raises an exception, only that connection is closed."""
         if connection.closed:
             return
         try:
@@ -304,7 +304,10 @@ class Transport:
                 self._epoll.modify(connection.sock, select.EPOLLIN | extra)
 
     def settle(self) -> None:
-        """Wait briefly until the peers have read all frames. Otherwise the end of a connection may overtake them."""
+        """Wait briefly until the peers have read all frames.
+
+        Otherwise, a peer may notice the end of its connection before it reads the last frames.
+        """
         until = time.monotonic() + _SETTLE_S
         while any(connection.has_unread() for connection in self.connections) and time.monotonic() < until:
             time.sleep(_SETTLE_POLL_S)
@@ -325,7 +328,8 @@ class Transport:
             except BlockingIOError:
                 return
             except OSError as error:
-                # No descriptor is free. Stop listening until a connection ends. Otherwise, epoll would spin.
+                # The maximum number of connections is reached, or no descriptor is free. Stop listening until a connection ends.
+                # Otherwise, epoll would return at once again and again.
                 log.error(
                     "cannot take another connection: %s. New connections wait until one ends. To allow more, raise the "
                     "hard limit of open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",

@@ -15,12 +15,12 @@ CANCELLED = "the request was cancelled"
 
 
 class UnansweredRequests:
-    """All requests by global id, and the ways in which they end."""
+    """All unanswered requests by global id. The methods complete them."""
 
     def __init__(self, transport: Transport, traces: Traces) -> None:
         self._transport = transport
         self._traces = traces
-        #: Requests by global id.
+        #: The unanswered requests by global id.
         self.pending: dict[int, PendingRequest] = {}
         #: Requests that the scheduler does not know yet.
         self.arrived: list[ev.Request] = []
@@ -53,7 +53,7 @@ class UnansweredRequests:
     def end(self, id: int, status: Status, text: str) -> None:
         """Complete a request that ended without an execution."""
         part = self.pending.pop(id)
-        self._traces.live.pop(id, None)  # The scheduler may never have known it.
+        self._traces.live.pop(id, None)  # The scheduler may never have known the request.
         if part.kind is None or part.kind.ended(part, status, text):
             self.complete(part.connection, Completion(part.request, status, text=text))
 

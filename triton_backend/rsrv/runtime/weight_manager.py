@@ -109,7 +109,7 @@ class WeightManager:
         self.computes: Computes | None = None
         #: Bytes of the device that executions take in addition to weights.
         self.scratch = 0
-        #: On a CPU, bytes of host memory that the models' weights may take there. Otherwise 0.
+        #: If the device is the CPU, maximum bytes of host memory that loaded weights will take. Otherwise 0.
         self._on_host = 0
 
     def device_ready(self, message: DeviceReady) -> None:
@@ -165,7 +165,7 @@ class WeightManager:
         return self.copies.measured(message, now)
 
     def _promise(self) -> None:
-        """Reserve host memory for weights that a CPU will load, so that copies leave it free."""
+        """If the device is the CPU, reserve host memory for weights that are not loaded yet, so that copies leave it free."""
         if self.mover is not None:
             self.mover.host.promised = max(0, self._on_host - self.mover.device.nbytes)
 
@@ -301,7 +301,7 @@ class WeightManager:
         sizes = [(sum(m.tensors.values()), m.residency == "device") for m in models]
         largest = max((size for size, is_pinned in sizes if not is_pinned), default=0)
         warning = budget.warning(largest)
-        # The largest model is served alone if necessary.
+        # The largest model is served even if it exceeds the pool. It is then alone on the device.
         room = max(budget.pool or 0, largest)
         self._on_host = min(room, sum(size for size, _ in sizes)) if on_cpu else 0
         self._promise()

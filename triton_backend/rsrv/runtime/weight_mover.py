@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class _ResidentTensor:
     buffer: Buffer
     nbytes: int
-    #: Models for which the tensor was loaded.
+    #: Number of loaded models that have the tensor.
     users: int
 
 
@@ -70,8 +70,8 @@ class DeviceWeights:
         """Load a model's weights. Return them in argument order.
 
         `read`: the method `read` of `weights`, or a function that wraps it. `pool`: the model's state, for which memory is
-        allocated. Raises Abandoned, OutOfMemory, BundleError and HostMemoryError. After an error, tensors that were kept for
-        this load are freed, and nothing else has changed.
+        allocated. Raises Abandoned, OutOfMemory, BundleError and HostMemoryError. After an error, tensors that evictions kept
+        on the device for this load are freed, and nothing else has changed.
         """
         absent = self.absent(weights)
         try:
@@ -124,7 +124,7 @@ class DeviceWeights:
         self.nbytes -= sum(tensor.nbytes for tensor in unused)
 
 
-#: Lower bound of the rate of a transfer to the device. The watchdog allows a hundred times as long.
+#: Lower bound of the expected rate of a transfer to the device. The watchdog allows a hundred times the expected duration.
 _SLOWEST_BYTES_PER_S = 1e9
 #: While less than this share of the mappings is left, idle models fall back to cold. A large executable for a CPU takes a
 #: hundred mappings, and XLA aborts a process that gets none.
@@ -148,7 +148,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """A read before a load has ended, see `event`."""
+    """A read of weights ahead of their load has ended, see `event`."""
 
     event: ev.WeightsRead | ev.LoadFailed | ev.LoadAbandoned
     model: CompiledModel
@@ -222,7 +222,7 @@ class _Transfer:
             event = ev.LoadFailed(model.key, epoch, str(error))
         except Exception as error:
             log.exception("%s: loading weights failed", model.key, extra=about(model))
-            # Clients get this error's text. Other errors may contain paths.
+            # Clients get this text. It includes the text of a DeviceError only, because texts of other errors may contain paths.
             reason = error if isinstance(error, DeviceError) else "the server's log says why"
             event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {reason}")
         self._slot.end()
@@ -233,7 +233,7 @@ class _Transfer:
         self._slot.begin(Phase.LOADING, self._model.key, self._largest, expected)
 
     def _is_abandoned(self) -> bool:
-        # This function is called between tensors. For the watchdog, the remaining transfers are then a new load.
+        # This function is called between transfers. Begin a new task each time, so that the watchdog times each transfer alone.
         self._begin()
         return self._abandoned.is_set()
 
@@ -290,7 +290,7 @@ class WeightMover:
         self._latest_read = epoch, abandoned
 
         def begin() -> None:
-            # Only this thread knows which tensors are on the device.
+            # Do this on the device thread, because only that thread knows which tensors are on the device.
             indices = self.device.absent(model.host).values()
             self._disk_thread.put(lambda: self._inbox.post(_read(model, epoch, indices, abandoned.is_set)))
 
@@ -318,8 +318,8 @@ class WeightMover:
     def follow_residency(self, model: CompiledModel) -> None:
         """Make or drop the host copy of a model's weights, depending on its residency. Ends in `HostMemoryMeasured`."""
         if model.residency != "system":
-            # Detach the copy at once, so that the next load does not use it. If a copy is being made now, it is dropped
-            # afterwards.
+            # Detach the copy at once, because the caller may report next that it is gone. If a copy is being made now,
+            # `_follow_residency` drops it afterwards.
             self._host_memory_thread.put(model.host.detach())
         self._disk_thread.put(partial(_follow_residency, model))
         self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
@@ -337,7 +337,7 @@ class WeightMover:
     def drop_copies(self, several: Sequence[HostWeights]) -> None:
         """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
         for weights in several:
-            # Detach it at once, so that the next read finds no copy.
+            # Detach the copy at once, because the caller reports next that it is gone.
             self._host_memory_thread.put(weights.detach())
         self._host_memory_thread.put(give_back)
         self._host_memory_thread.put(partial(self._measure, CopiesDropped))
@@ -377,7 +377,7 @@ class WeightMover:
 
     def _close(self, weights: HostWeights) -> None:
         self._disk_thread.put(weights.close)
-        # The thread runs this after the close, when no reference to the model is left.
+        # Return memory to the system after the close, when no reference to the model is left.
         self._disk_thread.put(give_back)
         self._disk_thread.put(partial(self._measure, ModelClosed))
 

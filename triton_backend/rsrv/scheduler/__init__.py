@@ -10,5 +10,5 @@ In reading order:
 - the next execution: `discipline` (the protocol), `disciplines`, `fair`, `ranking` (the index);
 - weights on the device: `weight_states` (the table of their states), `weights` (the accounts of their bytes), `load_queue`
   (which weights load next), `eviction` (which weights are evicted), `residency` (carries out loads and evictions);
-- `invariants`: checks after every event of a test.
+- `invariants`: checks that tests run after every event.
 """

@@ -14,7 +14,7 @@ a size s is measured, the estimate of each size o of the same variant sinks a li
 
     target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + RELAX * (target - e(o))
 
-The estimate sinks until size o is executed again, and is then measured.
+So the estimate of size o sinks until the size is chosen again. Its execution then measures the cost.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: Estimated costs, parallel to `sizes`. They are finite and positive.
         self.seconds = list(self._seeds)
-        #: Index of the size that costs least per row when it is full. If several sizes cost the same, it is the larger one.
+        #: Index of the size that costs least per row when it is full. If several sizes cost the same, the largest of these.
         self.best_index = self._cheapest(None)
 
     @property
@@ -70,14 +70,14 @@ class VariantCosts:
         self._sink(new / self._seeds[measured])
 
     def relax(self) -> None:
-        """Lower each estimate that is above its seed a little, after a request was shed because of the estimates.
+        """Slightly lower each estimate that exceeds its seed, because a request was shed on the basis of the estimates.
 
-        If all requests are shed, nothing is measured. So the estimates sink until a request is tried and measured.
+        If all requests are shed, nothing is measured. So the estimates sink until a request is executed and measured.
         """
         self._sink(1.0)
 
     def _sink(self, ratio: float) -> None:
-        """Lower a little the estimates above `ratio` times their seeds."""
+        """Slightly lower each estimate that exceeds `ratio` times its seed."""
         for index, seed in enumerate(self._seeds):
             excess = self.seconds[index] - seed * ratio
             if excess > 0.0:
@@ -145,11 +145,9 @@ class VariantCosts:
         return self.seconds[self.best_index] / self.capacities[self.best_index]
 
     def _cheapest(self, rows: int | None) -> int:
-        """Return the index of the size with the least cost per served row.
+        """Return the index of the size with the least cost per served row. If costs are equal, prefer more served rows.
 
-        Of equal costs, the size with more served rows is used.
-
-        `rows`: number of waiting rows, at least 1. None: enough to fill any size.
+        `rows`: number of waiting rows, at least 1. None: enough rows to fill any size.
         """
         best, best_cost, best_rows = 0, inf, 1
         for index, room in enumerate(self.capacities):
@@ -293,9 +291,10 @@ def plan_padded_batch(
     So a short row counts less than a long row, because it would cost less at its own variant.
 
     The front variant's own batch of `plan_batch` is always a candidate. Any other execution is a candidate only if it does
-    not make the n waiting rows end later on average. In separate executions, the r rows of the front request's variant would
-    end after a seconds, and all others after a + b (by `VariantCosts.drain_seconds`). Together, all rows end after c. So the
-    condition is
+    makes the n waiting rows end earlier on average. In executions of their own, its r rows of the front request's variant would
+    take `a` seconds, and its rows of other variants b seconds (by `VariantCosts.drain_seconds`). So the r rows would end after
+    `a` seconds, and all other waiting rows after a + b. In the one execution, which takes c seconds, all rows count as served
+    after c. So the condition is
 
         n * c  <  r * a + (n - r) * (a + b)
 

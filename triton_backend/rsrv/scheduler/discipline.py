@@ -4,9 +4,9 @@ A discipline keeps its own index of the candidates. The scheduler reports each c
 choice whenever the device can take work. So a decision costs one operation on the index (a heap: O(log n)), and models
 without work cost nothing.
 
-In every discipline, the level of a request comes first. Committed sub-calls of running metas have level 0; other requests
-have the level of their priority. Disciplines differ in the order within a level. In `fair`, a priority does not get a model
-more than its share.
+In every discipline, the level of a request comes first. Committed sub-calls of admitted runs of meta models have level 0. Other
+requests have the level of their priority. Disciplines differ in the order within a level. In `fair`, a priority does not give a
+model more than its share.
 
 CONTRIBUTING.md lists what a new discipline needs.
 """
@@ -69,10 +69,10 @@ class Discipline(Protocol):
         """
 
     def hold(self, name: str) -> None:
-        """Ignore a model's work until the next `update` or `wait`. The model may not claim this time later."""
+        """Ignore a model's work until the next `update` or `wait`. The model may not make up for this time later."""
 
     def set_filling(self, filling: bool) -> None:
-        """Record whether a load is running for which nothing was evicted, because there was free room."""
+        """Record whether a load into free memory is running, that is, a load for which nothing was evicted."""
 
     def end_work(self, name: str) -> None:
         """Remove a model whose work has ended from the candidates."""
@@ -88,7 +88,7 @@ class Discipline(Protocol):
 
         The execution may have started under another discipline.
 
-        The caller calls `update`, `wait`, `hold`, `end_work` or `remove` for the same model before or after this call.
+        Before or after this call, the caller calls `update`, `wait`, `hold`, `end_work` or `remove` for the execution's model.
         """
 
     def rank(self, candidate: Candidate) -> Rank:

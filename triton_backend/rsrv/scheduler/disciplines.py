@@ -9,7 +9,7 @@ from rsrv.scheduler.ranking import Rank, Ranking
 
 
 class Fifo:
-    """First in, first out: the model with the oldest request of all executes next.
+    """First in, first out: the model with the oldest request of the most urgent level executes next.
 
     Arrivals are numbered, so there are no ties.
     """
@@ -59,7 +59,7 @@ class Fifo:
 
 
 class Edf(Fifo):
-    """Earliest deadline first: the model with the soonest deadline in its queue executes next.
+    """Earliest deadline first: the model with the soonest deadline among the requests of the most urgent level executes next.
 
     The same order holds within a model. Equal deadlines, and requests without a deadline, are ordered by arrival.
     """

@@ -1,4 +1,4 @@
-"""Events and instructions of the scheduler: two closed unions of frozen values.
+"""Events and instructions of the scheduler: two closed unions of values that never change.
 
 Times are seconds on one monotonic clock, which the caller chooses. Durations are in seconds, and sizes of weights in
 bytes. A *model* is an opaque key, unique among the added models. *Rows* are elements along the batch axis. A compiled
@@ -96,9 +96,9 @@ class Program:
     paused: Pause | None = None
     #: Name that all versions of the model share.
     name: str = ""
-    #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution then waits
-    #: for the end of the previous execution, to include these requests. Otherwise, two halves of the generations would take
-    #: turns forever.
+    #: True if the end of a request brings the next request at once, as with the steps of a generation. An execution of the model
+    #: then begins only after the previous execution has ended, so that it includes the next requests. Otherwise, one half of the
+    #: generations would always execute after the other half, and never together with it.
     feeds_back: bool = False
     #: True if the variants are lengths of one axis in ascending order. Requests of a variant may then be padded and execute
     #: at a longer variant.
@@ -127,8 +127,8 @@ class Request(NamedTuple):
     accepted: bool = False
     #: Number that stands for the client's id of the request, or 0. It informs operators, and affects no decision.
     tag: int = 0
-    #: Absolute time when the client wants the answer, before the deadline. It orders the request, but does not end
-    #: it.
+    #: Absolute time when the client wants the answer, before the deadline. It determines the request's place in the order of
+    #: service. The request does not end at this time.
     due: float | None = None
     #: Common number of the parts of one client's request. 0: the request is not a part. It informs operators, like `tag`.
     whole: int = 0
@@ -147,8 +147,8 @@ class Run(NamedTuple):
     priority: int = 0
     #: Maximum number of waiting runs of this meta model, including this one. Further runs are refused.
     max_waiting: int = 1024
-    #: Models that the run calls. While one of these models is held, a waiting run is not admitted, and an admitted run frees
-    #: its slot.
+    #: Models that the run calls. While one of these models is paused in the mode HOLD, the run is not admitted, or frees its slot
+    #: if it was admitted before.
     models: tuple[str, ...] = ()
 
 
@@ -172,12 +172,14 @@ class ModelAdded:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpEnded:
-    """A warm-up ended. `costs`: see `Program.costs`. None: the warm-up failed, and the model will be removed."""
+    """A warm-up ended. `costs`: see `Program.costs`. None: the warm-up failed.
+
+    The caller removes the model after a failed warm-up that is not retried.
+    """
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: True if the warm-up failed for lack of device memory. After the first such failure, the warm-up is retried and the model
-    #: stays.
+    #: True if the warm-up failed for lack of device memory. The warm-up is then retried once.
     out_of_memory: bool = False
 
 
@@ -225,14 +227,14 @@ class PolicyChanged:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """A model is removed: its queued requests are refused with `Reason.UNLOADED`, its executions finish."""
+    """Remove a model. Its queued requests are refused with `Reason.UNLOADED`. Its executions continue to their end."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestsArrived:
-    """Requests arrived since the last event: all are queued before the device is given work."""
+    """Requests arrived since the last event. The scheduler queues all of them before it starts an execution."""
 
     requests: tuple[Request, ...]
 
@@ -253,9 +255,9 @@ class RunsAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A run has ended, or it gives up before its admission. Unknown ids are ignored.
+    """A run has ended, or a waiting run is withdrawn. Unknown ids are ignored.
 
-    There is no answer to this event. The run's requests stay, and the runtime cancels those that it does not need any more.
+    There is no answer to this event. The run's requests stay, and the caller cancels those that it does not need any more.
     """
 
     run: int
@@ -263,7 +265,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionFinished:
-    """An `Execute` ended. `error` is the reason why all its requests failed, or None."""
+    """An `Execute` ended. `error`: reason of its failure, or None. After a failure, its requests fail unless it is retried."""
 
     number: int
     seconds: float
@@ -300,7 +302,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load or the read of this epoch failed. The model's queued requests fail with `error`."""
+    """The load or the read of this epoch failed. The model's queued requests fail with `error`, unless the load is retried."""
 
     model: str
     epoch: int
@@ -336,8 +338,8 @@ class SettingsChanged:
 class WindDown:
     """Stop admitting runs. Once no run and no generation is in progress, also stop starting executions.
 
-    Ends in `WoundDown`. Queued requests stay queued, except requests of models that feed back. The caller must not send
-    requests that begin a generation.
+    Ends in `WoundDown`. Requests that are still queued at the end stay queued. Queued steps of generations
+    (`Program.feeds_back`) execute before the end. The caller must not send requests that begin a generation.
     """
 
     #: Seconds within which runs, executions and generations must end. None: withdraw an earlier `WindDown`, and continue as
@@ -392,7 +394,7 @@ class Execute:
     seconds: float = field(default=0.0, compare=False)
     #: True if this is the retry after a lack of device memory. Carry out all evictions first.
     again: bool = False
-    #: True if the request is exclusive.
+    #: True if the request is exclusive. The execution has no other request.
     exclusive: bool = False
 
 
@@ -414,7 +416,10 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """End a load or a read early, because it is not needed any more. It ends in `LoadAbandoned`, unless it is nearly done."""
+    """End a load or a read early, because it is not needed any more.
+
+    It ends in `LoadAbandoned`. If it is nearly done, it may still succeed or fail instead.
+    """
 
     model: str
     epoch: int
@@ -431,7 +436,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The weights of a model that was to be warmed up, pinned or prefetched are not loaded.
+    """A load that a warm-up, a pin or a prefetch needs has failed, or has found no room.
 
     Only the load of a pinned model is retried, after a back-off.
     """
@@ -446,8 +451,8 @@ class EvictWeights:
 
     model: str
     epoch: int
-    #: The model that loads next and needs the room. Tensors that both models have stay on the device. The field is only
-    #: informative, because the load follows at once.
+    #: The model that loads next and needs the memory, or None. Tensors that both models have may stay on the device. If they do
+    #: not, the load, which follows at once, transfers them again.
     loading_for: str | None = field(default=None, compare=False)
 
 
@@ -462,7 +467,7 @@ class Admit:
 class WoundDown:
     """End of a `WindDown`. If all counts are 0, no execution starts any more, but loads do.
 
-    Otherwise the scheduler continues as before.
+    Otherwise, the time of the `WindDown` was over, and the scheduler serves again as before.
     """
 
     #: Numbers of runs, executions and generations that have not ended in time. An executing step of a generation

@@ -51,7 +51,7 @@ class _FreedBytes:
         return freed
 
     def spare(self, resident: Resident) -> int:
-        """Remove a victim, and return the bytes that are then not freed."""
+        """Remove a victim. Return the bytes that stay on the device because of this."""
         bytes_kept = 0
         for group in resident.groups:
             bytes_kept += group.bytes if self._users[group] == 0 else 0
@@ -64,7 +64,7 @@ def choose_victims(
     residents: Iterable[Resident],
     keep: Collection[SharedTensorGroup] = (),
 ) -> list[str] | None:
-    """Return victims that together free `missing` bytes, in order of eviction. None: the candidates do not have enough bytes.
+    """Return victims that together free `missing` bytes, in order of eviction. Return None if all candidates free too few bytes.
 
     Candidates are chosen in the order of `in_eviction_order`. A victim is removed from the result if the other victims free
     enough bytes without it. A group of a candidate is not freed if a model that stays on the device uses it, or if it is in

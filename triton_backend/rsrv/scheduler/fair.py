@@ -29,18 +29,19 @@ A model that runs out of work while it owes device time stays in the mean until 
 could drop the debt by pausing. A model that runs out of work while it is owed device time loses the claim: idle models
 save no credit. When no model has work, all debts end, because no model waits for them.
 
-A model with work whose weights are absent is not in the mean, but keeps its lag until they are loaded. So models that take
-turns on the device also share it by weight. Such a model cannot claim the rise of the clock during loads that evicted nothing:
-there was room for the weights of all models, and after a long load the claim would keep the other models from executing.
+A model with work whose weights are absent is not in the mean, but keeps its lag until the weights are loaded. So models whose
+weights take turns on the device also share the device time by weight. A model without its weights cannot claim the rise of the
+clock during loads that evicted nothing: there was room for the weights of all models, and after a long load the claim would keep
+the other models from executing.
 
-For a model that an operator holds, no time passes. It returns with the lag and the remaining debts that it had when the hold
-began. It cannot claim the device time that other models got during the hold. Otherwise, it would keep them from executing after
-the hold, for as long as the hold was.
+A model that an operator holds gets back, after the hold, the lag that it had when the hold began. It cannot claim the device
+time that other models got during the hold. Otherwise, it would keep them from executing after the hold, for as long as the hold
+was. If a held model owes device time, its debt falls as the clock rises, as with any model without work.
 
 Among eligible models, the model with the highest priority executes first. A model with a high priority cannot take more than
 its share in this way, because it is then not eligible. So a model with a low priority waits at most until all other models are
-above their shares. Only committed requests of metas execute although their model is not eligible. They are charged like all
-others.
+above their shares. Only committed requests of meta models execute while their model is not eligible. The model is charged for
+them as for all other requests.
 """
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Candidate, Place
@@ -158,7 +159,7 @@ class Fair:
             self._ineligible.set(name, account.start)
             self._later_ranks[name] = rank
         if enters:
-            # The clock has moved.
+            # The model's entry has moved the clock, so other models may be eligible now.
             self._settle()
 
     def wait(self, candidate: "Candidate", *, claims: bool) -> None:
@@ -252,7 +253,7 @@ class Fair:
     # --- decisions, which change no state ------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
-        """Return (committed or not, virtual start, place).
+        """Return the rank of a model in the order of loads: (committed or not, virtual start, place).
 
         Loads are not ordered by virtual deadline: while models wait for the link, the clock hardly moves, and cheap newcomers
         would pass an expensive model forever. They are not ordered by priority either: models that owe device time would keep

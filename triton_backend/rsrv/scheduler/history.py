@@ -50,8 +50,7 @@ class History:
     __slots__ = ("_changes", "_records", "count")
 
     def __init__(self) -> None:
-        #: Number of records and changes so far. Each record has the number that it got here, which orders records of equal
-        #: time.
+        #: Number of records and changes so far. Each record stores its number, which orders records of equal time.
         self.count = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=MAX_RECORDS)
         # This is a list, because a short list takes 100 bytes, but a deque takes 760.

@@ -12,8 +12,8 @@ from rsrv.scheduler.model import ModelState
 _RECENT = 16
 #: Maximum number of names that `behind` returns.
 _MAX_NAMES = 3
-#: Maximum number of host seconds that an execution is charged for. If the host took longer, the process was probably stopped,
-#: which is not charged.
+#: Maximum host time in seconds that is charged for an execution. If the host took longer, the process was probably stopped, and
+#: the model does not pay for that.
 _MAX_HOST_S = 0.001
 
 
@@ -26,7 +26,7 @@ class StartedExecution:
     started: float
     #: Number under which the discipline charges the execution: the number of its first attempt.
     charged: int
-    #: Seconds for which nothing else could execute. It is known at the end of the execution.
+    #: Seconds for which nothing else could execute. Set when the execution ends.
     occupied_seconds: float = 0.0
 
 

@@ -7,7 +7,8 @@ Of requests:
     3. a queue is in the order of service, and its rows are the sum of its requests' rows. Requests are numbered in the order
        of their arrival. Only requests of runs may move up;
     4. no queued request's deadline has passed, and the index of deadlines has all of them;
-    5. no request waits for a model that rejects, and waiting requests of a held model affect no decision.
+    5. no request waits for a model that is paused in the mode REJECT, and waiting requests of a held model affect no
+       decision.
 
 Of executions:
     6. each uses weights that are on the device, and its useful rows fit into its size;
@@ -36,12 +37,14 @@ Of weights:
         weights only. Other weights are then present only for a warm-up, or until nothing executes on them. A requested
         eviction has an obstacle. A model drains only while something executes on its weights, or while they are read or
         loaded;
-    17. if weights load on demand, the weights on the device are checked when they may have been idle for their model's limit;
-    11. the sums of expected seconds are those of the models.
+    17. if weights load on demand, the next check for idle weights is not later than the time at which weights on the device
+        may reach their model's idle limit;
+    11. the derived values of each model are up to date, and the scheduler's sums of expected seconds equal the sums over the
+        models.
 
 Of device time under `fair`:
     18. the mean includes the models that wait to execute, execute, or owe device time, each by its weight; each account
-       lists its executions in flight.
+       has the number of the model's executions in flight.
 
 Of statistics:
     15. each execution with its rows, each request's wait for its execution, and each missed deadline are measured once.
@@ -51,7 +54,7 @@ Of runs of meta models:
     13. while a run waits, the limit of admitted runs is reached, unless the runtime is about to end. Runs that call a held
         model are ignored. (The tests' driver checks that no run is admitted above the limit. More runs may be in progress
         after the limit shrank, or when runs that were ignored continue.)
-    14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run's deadline has passed.
+    14. requested = admitted + waiting + expired + refused + withdrawn; no waiting run's deadline has passed.
 """
 
 from math import inf, isclose
@@ -193,7 +196,7 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     known = scheduler._queues.runs
     _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
     for own in known.values():
-        # The first request may have moved up, and has then got a new number.
+        # Ignore the first request: it got a new number if it was promoted.
         numbers = [entry.place[2] for entry in own[1:]]
         _require(numbers == sorted(numbers), "a run's requests are not in order of arrival (12)")
         _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
@@ -420,8 +423,8 @@ def _check_fair(fair: Fair) -> None:
         places = (fair._eligible, fair._ineligible, fair._idle_debtors, fair._waiting)
         listed = [name in ranking for ranking in places]
         _require(sum(listed) <= 1, f"{name!r} has more than one place (18)")
-        # A model's work may end while the model waits and one of its executions runs. It then enters the mean when this
-        # execution ends, if it owes device time then.
+        # A model's work may end while the model waits and one of its executions runs. When this execution ends, the model
+        # enters the mean if it owes device time.
         counted = any(listed[:3])
         _require(account.present or not counted, f"{name!r} does not count in the mean (18)")
         _require(counted or executing > 0 or not account.present, f"{name!r} counts without a cause (18)")

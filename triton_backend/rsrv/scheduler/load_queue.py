@@ -101,9 +101,9 @@ class LoadQueue:
         self.on_demand = settings.on_demand
         # There is one line for each reason, and a model may be in several lines. Dictionaries keep the order.
         self.required: dict[str, None] = {}
-        #: Models with waiting requests by the discipline's rank. This line is for the link.
+        #: Line for the link: models with waiting requests, by the discipline's rank.
         self.demand_for_link: Ranking[str] = Ranking()
-        #: The same line for the disk, of models whose weights are on disk only.
+        #: Line for the disk: models with waiting requests whose weights are only on disk, by the same rank.
         self.demand_for_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
         #: Models to restore, each with its place in the line. The smallest place is first.
@@ -112,7 +112,7 @@ class LoadQueue:
         self.may_load = False
         #: True if a read runs, or a search for weights to read may succeed.
         self.may_read = False
-        #: True if the latest load was for a warm-up, so that models with work take the next turn.
+        #: True if the latest load was for a warm-up. Then a model with work loads next, if there is one.
         self._warmed_up_last = False
         #: True if the latest read was for a warm-up.
         self._read_for_warm_up = False
@@ -133,7 +133,10 @@ class LoadQueue:
     # --- queues and back-offs --------------------------------------------------------------------------------
 
     def reason(self, name: str) -> LoadReason | None:
-        """Return the reason why a model is in line; of several, the first in order of precedence. None: it is not in line."""
+        """Return the reason why a model is in line, or None if it is not in line.
+
+        If there are several reasons, return the first one in order of precedence.
+        """
         if name in self.required:
             return LoadReason.REQUIRED
         if name in self.demand_for_link or name in self.demand_for_disk:
@@ -157,7 +160,7 @@ class LoadQueue:
             self.accounts.move(weights, WeightEvent.END_BACKOFF)
 
     def require(self, model: ModelState) -> None:
-        """Put a model in the line of required loads, before all others."""
+        """Append a model to the line of required loads, which precedes all other lines."""
         self.required[model.name] = None
         self.requeue(model)
         # The line may have a new head.
@@ -187,7 +190,10 @@ class LoadQueue:
         self.requeue(model)
 
     def copy_changed(self, model: ModelState, *, present: bool) -> None:
-        """Put a model in line for the link if its weights are in host memory now, otherwise for the disk."""
+        """Record that the host got or lost its copy of a model's weights.
+
+        If requests wait for the weights, move the model to the line for the link, or without a copy, to the line for the disk.
+        """
         if model.weights.state is WeightState.READING:
             return  # `DeviceResidency.load_ended` calls this again when the read succeeds.
         model.weights.on_disk = not present
@@ -235,13 +241,13 @@ class LoadQueue:
         self.end_prefetch_and_restore(model)
 
     def back_off(self, model: ModelState, now: float, error: str) -> None:
-        """Do not retry a model's load for a while. The pause doubles until a load succeeds."""
+        """Begin the back-off after a failed load. Its length doubles with each failure until a load succeeds."""
         model.weights.begin_backoff(now, error)
         self.backing_off[model] = None
         self.requeue(model)
 
     def forget_backoff(self, model: ModelState) -> None:
-        """Drop the back-off of a removed model."""
+        """Drop the back-off of a model, if it has one: its time is over, or the model was removed."""
         if model in self.backing_off:
             del self.backing_off[model]
             self.requeue(model)
@@ -278,7 +284,7 @@ class LoadQueue:
             self._prefetch_may_fit = True
 
     def unblock(self) -> None:
-        """Search for room again, because there may be some now."""
+        """Make the next call of `plan` search for room again. Call this when there may be room now."""
         self.blocked_head = None
         self._prefetch_may_fit = True
         self._newly_evictable.clear()
@@ -406,7 +412,7 @@ class LoadQueue:
 
     def find_misfit(self) -> ModelState | None:
         """Return a model in line that does not fit and may evict no other. None: there is no such model."""
-        # Only required loads evict others.
+        # Loads on demand may evict other weights. Without them, only required loads may.
         if self.on_demand or self.required:
             return None
         first = self.demand_for_link.first()
@@ -416,7 +422,8 @@ class LoadQueue:
     def is_useless(self, model: ModelState) -> bool:
         """True if the load that runs is not needed any more and delays another load.
 
-        The next load of a model whose load was abandoned is never useless. Otherwise, impatient clients would never be served.
+        After a model's load was abandoned, the model's next load is never useless. Otherwise, impatient clients would never be
+        served.
         """
         return not _is_needed(model) and self.head() is not None
 
@@ -541,7 +548,7 @@ class LoadQueue:
         idle: list[Resident] = []
         for state in self._models.values():
             if self.on_demand and evictable(state) and not state.has_work:
-                # Weights that were loaded after a shed request also stay for the next requests.
+                # The protected time also covers weights that `prefetch_after_shed` loaded: the next request should find them.
                 until = self._yields_to_prefetch_at(state)
                 if until <= now:
                     idle.append(_resident(state))
@@ -561,7 +568,10 @@ class LoadQueue:
         return None if name is None else (self._models[name], [])
 
     def _first_restored(self, *, on_disk: bool) -> str | None:
-        """Return the first model in line to be restored. Remove models that do not fit in the budget from this line."""
+        """Return the first model in the line of restores that fits into the free room.
+
+        Remove the models before it from the line, because they do not fit.
+        """
         while True:
             name = min(
                 self._queued_in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None

@@ -76,7 +76,7 @@ class MetaAdmission:
         self.stalled: set[int] = set()
         #: All waiting and admitted runs by id.
         self.live: dict[int, Run] = {}
-        #: Numbers of the waiting runs, in order of arrival.
+        #: Number of each waiting run by id. Numbers rise in the order of arrival.
         self.waiting: dict[int, int] = {}
         #: Time at which each run was admitted, by id.
         self._admitted: dict[int, float] = {}
@@ -150,7 +150,7 @@ class MetaAdmission:
             if run.id in self.waiting and meta.waiting > run.max_waiting:
                 del self.live[run.id]
                 self._leave(run).refused += 1
-                # When to retry is unknown: the duration of runs depends on their work between calls.
+                # No `retry_after` is given: the duration of runs depends on their work between calls, so it is unknown.
                 out.append(Finish(run.id, Outcome.REFUSED, Reason.QUEUE_FULL))
 
     def end(self, id: int, now: float) -> None:

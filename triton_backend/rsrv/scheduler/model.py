@@ -124,7 +124,7 @@ class ModelState:
             self.holds.append((-inf, inf))
         #: Runs of meta models whose calls are accepted while the model drains. They were in progress when the draining began.
         self.finishing: Collection[int] = ()
-        #: Time until which the model does not execute, because its retry evicted other models, which execute first.
+        #: Time until which the model does not execute. Its retry evicted other models, and they execute first.
         self.blocked_until = -inf
         # `recount` derives the following values, up to `dispatchable_at`, from the queues and the costs.
 
@@ -156,7 +156,10 @@ class ModelState:
 
     @property
     def committed(self) -> bool:
-        """True if a sub-call of a running meta model waits. It precedes all other requests."""
+        """True if the model's first waiting request is a committed sub-call of a meta model's run.
+
+        Committed requests precede all other requests.
+        """
         return self.place is not None and self.place[0] == COMMITTED_LEVEL
 
     @property

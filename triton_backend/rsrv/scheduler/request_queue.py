@@ -1,8 +1,8 @@
 """All live requests: how they enter the queues, and how they leave.
 
-A request may leave its queue for an execution, which answers it or fails. A request without an execution expires, it is shed or
-cancelled, it is refused because its model is paused, removed or evicted, or it fails with the load of its weights. There is one
-method for each of these ways, so each request is counted and ended once.
+`take` removes requests from their queues for an execution, and `finish` ends them after it. All other requests end while they
+wait: a request expires, is shed, is cancelled, is refused because its model is paused, removed or evicted, or fails because its
+model's weights could not be loaded. There is one method for each of these cases, so each request is counted and ended once.
 """
 
 from collections import Counter
@@ -82,7 +82,7 @@ class RequestQueues:
         self.late_checks = Deadlines()
         #: Waiting requests of each meta model's run, oldest first. Only the first request of each run is committed.
         self.runs: dict[int, list[LiveRequest]] = {}
-        #: Models that changed since the scheduler settled its accounts. This is a dictionary to keep the order.
+        #: Models that changed since the last `Scheduler._settle`. This is a dictionary to keep the order.
         self.dirty: dict[ModelState, None] = {}
         #: Requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
         self.ended: list[EndedWait] = []
@@ -307,9 +307,10 @@ class RequestQueues:
         return model
 
     def _promote(self, left: Sequence[LiveRequest]) -> None:
-        """Commit the oldest waiting request of each run whose requests `left` have left their queues.
+        """Commit the next request of runs whose requests have left their queues. `left` has the requests that left.
 
-        It gets a new number, as if it arrived now, so that committed requests of other runs precede it.
+        The oldest waiting request of each of these runs is committed. It gets a new number, as if it arrived now, so that
+        committed requests of other runs precede it.
         """
         for entry in left:
             self.runs[entry.request.run].remove(entry)

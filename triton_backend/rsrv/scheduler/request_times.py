@@ -1,4 +1,4 @@
-"""Parts of the time of slow requests: waits for weights, for requests to join and for other work, and pauses."""
+"""The parts of the time of slow requests: pauses, and waits for weights, for requests that may join, and for other work."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -87,7 +87,7 @@ class RequestTimes:
         outcome: Outcome | None,
         now: float,
     ) -> Ending:
-        """Return how a request has spent its time so far, if no execution of it has ended.
+        """Return how a request without a finished execution has spent its time so far.
 
         `until`: time until which the request has waited.
         """

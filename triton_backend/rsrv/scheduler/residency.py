@@ -157,8 +157,8 @@ class DeviceResidency:
         self.accounts = WeightAccounts(settings.weight_budget_bytes)
         self.loads = LoadQueue(models, self.accounts, settings, queues.discipline)
         self.compaction = Compaction()
-        #: Models to evict as soon as possible, in order. The value is True if an operator asked for the eviction. Resident
-        #: weights in here are EVICTING. Weights that load or warm up become EVICTING at the end of the load or the warm-up.
+        #: Models to evict as soon as possible, in order. The value is True if an operator requested the eviction. Resident
+        #: weights of these models are EVICTING. Weights that load or warm up become EVICTING at the end of the load or warm-up.
         self.evictions: dict[ModelState, bool] = {}
         #: Earliest time when weights may have reached their model's limit of idleness. inf: no model has a limit. The time may
         #: be too early.
@@ -183,7 +183,7 @@ class DeviceResidency:
             self.accounts.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
-            # If the model is pinned, its shared tensors are pinned bytes now, so other models may fit.
+            # If the model is pinned, the tensors that it shares count as pinned bytes now, so other models may fit.
             self.loads.unblock()
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
@@ -212,7 +212,7 @@ class DeviceResidency:
         return True
 
     def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
-        """Keep a model's weights on the device from now on, or stop keeping them."""
+        """Pin a model's weights, and load them if they are absent. If `pinned` is false, unpin them."""
         weights = model.weights
         changed = pinned != weights.pinned
         if changed:
@@ -238,7 +238,7 @@ class DeviceResidency:
         self.loads.unblock()
 
     def prefetch(self, model: ModelState, now: float) -> None:
-        """Load a model's weights, or keep weights that are about to be evicted."""
+        """Put a model in the line of prefetches if its weights are absent. Withdraw an eviction of its weights that is due."""
         model.history.add(now, "prefetch")
         model.weights.end_backoff()
         self._keep(model)
@@ -402,7 +402,7 @@ class DeviceResidency:
     def _retry_or_give_up(
         self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]
     ) -> None:
-        """Retry a load once after a compaction if it found no memory. Give up any other load."""
+        """Handle a failed load: retry it once after a compaction if it found no memory. Otherwise, give it up."""
         weights = model.weights
         desired = weights.pinned or weights.desired or model.needs_warm_up
         if event.out_of_memory and not weights.retry_due:
@@ -452,7 +452,7 @@ class DeviceResidency:
         # Account for the load before the evictions, so that tensors that it shares with the victims stay.
         reason = self.loads.reason(model.name)
         load = self.accounts.load(model.weights, "" if reason is None else reason.value)
-        # If weights do not load on demand, a command loaded all victims. So they return after the warm-up.
+        # If weights do not load on demand, a command loaded all victims. So the victims return after the warm-up.
         returns = not self.loads.on_demand and model.needs_warm_up
         for victim in victims:
             self.evict(victim, Cause.ROOM, now, out, loading_for=model, returns=returns)
@@ -495,7 +495,7 @@ class DeviceResidency:
         out.append(self.accounts.abandon(model.weights))
 
     def evict_excess(self, now: float, out: list[Instruction]) -> None:
-        """Evict weights until the budget is kept, as far as weights are evictable."""
+        """Evict weights until the others are within the budget, as far as weights are evictable."""
         overdue = self.loads.victims_over_budget(now)
         for model in overdue:
             self.evict(model, Cause.BUDGET, now, out)
@@ -503,7 +503,7 @@ class DeviceResidency:
             self.loads.unblock()
 
     def limit_idleness(self, model: ModelState, now: float) -> None:
-        """Schedule a check of whether weights have been unused for their model's limit."""
+        """Schedule the check whether a model's weights have reached their idle limit."""
         self.idle_at = min(self.idle_at, now + model.program.idle_seconds)
 
     def evict_idle(self, now: float, out: list[Instruction]) -> None:

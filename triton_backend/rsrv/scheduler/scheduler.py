@@ -1,7 +1,7 @@
 """The scheduler: one pure state machine per device.
 
-It takes events and returns instructions (`events`). Time is an argument. It does no I/O, reads no clock, takes no
-lock and starts no thread. The loop that owns it does all that. Equal events at equal times give equal instructions,
+The scheduler takes events and returns instructions (`events`). Time is an argument. The scheduler does no I/O, reads no clock,
+takes no lock and starts no thread. The loop that owns it does all that. Equal events at equal times give equal instructions,
 so a recorded run can be replayed. `Scheduler.handle` states the order in which an event is handled.
 """
 
@@ -278,7 +278,7 @@ class Scheduler:
             self._shed(now, out)
 
     def _plan(self, now: float, out: list[Instruction]) -> None:
-        """Run each step of planning until it changes no model. `_settle` comes before each run."""
+        """Repeat each step of planning until it changes no model. Call `_settle` before each run of a step."""
         dirty = self._queues.dirty
         self._settle(now)
         for step in self._steps:
@@ -539,7 +539,7 @@ class Scheduler:
                 loads.end_demand(model)
         elif state in RUNNABLE:
             if state is WeightState.EVICTING and not self._residency.must_execute(model):
-                # If the model could continue for as long as it has work, it would never be evicted.
+                # Do not let the model execute. With a steady stream of requests, its weights would never be evicted.
                 discipline.wait(model, claims=True)
             elif model.dispatchable_at <= now:
                 discipline.update(model)
@@ -648,7 +648,7 @@ class Scheduler:
         return None if soonest == inf else soonest
 
     def _next_launch(self) -> float:
-        """Return the time to give the device an execution in addition to the executions in flight. inf: unknown."""
+        """Return the time when the device should get one more execution while others are in flight. inf: unknown, or none."""
         end, name = self._running.end_after(self._now), self._discipline.choose()
         if end is None or name is None or not self._goes_ahead(self._models[name], self._now):
             return inf
@@ -749,7 +749,7 @@ class Scheduler:
         return [] if state is None else state.slowest.read(now)
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Record the seconds that a request of `slowest` spent in its front, before and after its time here."""
+        """Record the seconds that a request of `slowest` spent in its front, before it arrived here and after it ended here."""
         state = self._find(slow.request.model)
         if state is not None:
             state.slowest.add_front(slow, before, after)
@@ -757,7 +757,7 @@ class Scheduler:
     def find_requests(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
         """Return the slowest requests and the requests in progress that have this id, or this client's tag (0: no tag).
 
-        If a result is a part of a larger request, all its parts are returned.
+        If a result is a part of a larger request, all parts of the larger request are returned.
         """
         slow_requests = self._matching(
             lambda request: request.id == id or bool(tag and request.tag == tag), now

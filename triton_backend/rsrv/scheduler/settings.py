@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-#: The disciplines of `disciplines`, by name.
+#: Names of the disciplines in the module `disciplines`.
 DisciplineName = Literal["fair", "fifo", "edf"]
 
 
@@ -12,7 +12,7 @@ DisciplineName = Literal["fair", "fifo", "edf"]
 class SchedulerSettings:
     """Settings of a scheduler. Names and units are those of the configuration's sections."""
 
-    #: Order in which models execute: a key of the disciplines that the scheduler is given.
+    #: Name of the discipline that orders the executions of models. The scheduler must know this discipline.
     discipline: str = "fair"
     #: Maximum number of executions given to the device at the same time. The device runs them one after the other.
     depth: int = 1

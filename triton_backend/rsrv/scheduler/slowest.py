@@ -86,7 +86,7 @@ class SlowRequest(NamedTuple):
     def wait(self) -> Wait:
         """The parts of the request's time."""
         end, arrived = self.ending, self.arrived
-        # The weights may be absent while the model is held.
+        # Time in which the model is held and its weights are absent counts only as paused.
         both = [(max(a, c), min(b, d)) for a, b in end.absences for c, d in end.holds]
         paused = _overlap(end.holds, arrived, end.started)
         weights = _overlap(end.absences, arrived, end.started) - _overlap(both, arrived, end.started)
@@ -139,7 +139,7 @@ class SlowestRequests:
             self._rank()
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Record the seconds that one of the requests spent in its front, before and after its time here."""
+        """Record the seconds that one of the requests spent in its front, before it arrived here and after it ended here."""
         self._kept[self._kept.index(slow)] = slow._replace(front=(before, after))
 
     def read(self, now: float) -> list[SlowRequest]:

@@ -21,7 +21,7 @@ class Cause(Enum):
 
     #: A load needed the room.
     ROOM = "room"
-    #: An operator asked for it. Or a warm-up ended, and weights do not load on demand.
+    #: An operator requested the eviction. Or a warm-up ended, and weights do not load on demand.
     ASKED = "asked"
     #: The budget fell, or models were pinned.
     BUDGET = "budget"
@@ -150,7 +150,7 @@ class Totals:
 
 
 class PastTotals:
-    """Counters of removed versions by the name of the model, while it has another version."""
+    """Counters of removed versions, by the name of their model. They are dropped with the model's last version."""
 
     __slots__ = ("_past",)
 
@@ -228,7 +228,7 @@ class ModelSnapshot:
 
     @property
     def residency(self) -> str:
-        """Return the word that operators see for the place of the weights: resident, loading or absent."""
+        """Return the state of the weights as operators see it: resident, loading or absent."""
         if self.weights in ON_DEVICE:
             return "resident"
         return "loading" if self.weights is WeightState.LOADING else "absent"

@@ -31,8 +31,9 @@ class LiveRequest:
 class VariantQueue:
     """The waiting requests of one variant, in the order of service.
 
-    Requests of one queue may share an execution. Requests of different queues share one only if their model has a padded
-    axis. Each queue keeps its own order, so a batch passes over older requests of other variants without changing their turns.
+    Requests of one queue may share an execution. Requests of different queues share an execution only if their model has a
+    padded axis. Each queue has its own order, so a batch may execute before older requests of other variants without changing
+    the order of those requests.
     """
 
     __slots__ = ("costs", "entries", "exclusive", "rows", "variant")

@@ -5,10 +5,10 @@ device while any of these models needs them. Two tensors are in the same *group*
 the groups of a model cost far less than sums over its tensors. A model that shares nothing has one group. In a family of
 fine-tunes with one backbone, each member has two groups: the backbone, and its own tensors.
 
-Every load, and every read before a load, has an epoch. Epochs rise over all models, so the end of a load refers to exactly
-one load, and a late end is ignored. One load runs at a time, because there is one link to the device, and because the next
-load is chosen as late as possible. One read may run at the same time, so that loads from host memory do not wait for the
-disk.
+Every load, and every read before a load, has an epoch. Epochs rise across all models, so each report of an end refers to
+exactly one load or read, and an outdated report is ignored. One load runs at a time, because there is one link to the device,
+and because the next load is chosen as late as possible. One read may run at the same time, so that loads from host memory do
+not wait for the disk.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.history import History
 from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
 
-#: Weight of the latest pause in the average that is the usual pause.
+#: Weight of the latest pause in the moving average `ModelWeights.usual_pause`.
 _PAUSE_ALPHA = 0.3
 #: Seconds for which a failed load is not retried. They double with each failure, from the first to the longest value.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
@@ -101,7 +101,7 @@ class SharedTensorGroups:
         return part
 
     def leave(self, weights: "ModelWeights") -> None:
-        """Remove a model from the owners of its groups. It must not use any of them."""
+        """Remove a model from the owners of its groups. The model must not use any of these groups."""
         for group in weights.groups:
             group.owners.remove(weights)
             if not group.owners:
@@ -239,7 +239,7 @@ class ModelWeights:
         return 0.0 if self.state in TAKING_BYTES else max(0.0, self.backoff_until - now)
 
     def observe_pause(self, now: float) -> None:
-        """Learn the usual pause. Call this when a request arrives while the model has no work."""
+        """Learn the usual pause from the current one. Call this when a request arrives while the model has no work."""
         if not self.epoch:
             return
         # A pause is limited to four load times, so that a single long pause does not outweigh many short pauses.
@@ -281,11 +281,11 @@ class WeightAccounts:
         self.unpinned: dict[ModelWeights, None] = {}
         #: The weights that are loading, or None.
         self.loading: ModelWeights | None = None
-        #: True if their load must be abandoned.
+        #: True if the load that runs must be abandoned.
         self.abandoning = False
         #: The weights that are being read from disk, or None.
         self.reading: ModelWeights | None = None
-        #: True if their read must be abandoned.
+        #: True if the read that runs must be abandoned.
         self.abandoning_read = False
         #: Number of models whose weights are reserved for a warm-up.
         self.reserved = 0

@@ -11,7 +11,8 @@ from contextlib import closing, suppress
 
 from rsrv.address import Address
 
-#: Number of unanswered requests in a row that count as a hang. A single one may be due to a busy thread or a suspended machine.
+#: Number of unanswered requests in a row that count as a hang. One request may be unanswered because a thread is busy, or because
+#: the machine was suspended.
 _QUESTIONS = 6
 
 
@@ -44,7 +45,7 @@ async def wait_for_hang(address: Address, patience_s: float) -> None:
 
 
 async def _ask(address: Address) -> None:
-    """Wait until the server has answered, or has refused the connection."""
+    """Send a health request to the server. Return when the server has answered or refused the connection."""
     try:
         reader, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:

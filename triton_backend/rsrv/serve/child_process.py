@@ -24,7 +24,7 @@ class Process:
     """The process of one server. Belongs to the event loop and to the thread that started it.
 
     When that thread ends, the kernel kills the server with SIGKILL. Every process that writes to the pipe of the server's log
-    counts as one of its children. This finds the server's stubs and its runtime in any process group.
+    counts as a child of the server. So the server's stubs and its runtime are found in any process group.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,
-                # Ctrl-C is for `rsrv serve`, which ends the server in order.
+                # Do not let Ctrl-C reach the server: `rsrv serve` gets it, and ends the server in order.
                 start_new_session=True,
             )
         except BaseException:
@@ -79,7 +79,7 @@ class Process:
         await asyncio.shield(self._over)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal unless the process was reaped, because another process may then have its pid."""
+        """Send a signal to the server. Do nothing after it was reaped, because another process may then have its pid."""
         if self._popen.returncode is None:
             os.kill(self.pid, number)
 
@@ -96,7 +96,7 @@ class Process:
         for pid in killed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # Until the process is reaped, no other process group can have its number.
+        # Kill the rest of the server's process group. No other group can have its number until the server is reaped.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if killed:
@@ -153,7 +153,7 @@ async def _over(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
-    """Reap an orphan. In a container, orphans become children of the first process."""
+    """Reap a process if it is a child of this one. In a container, this may be the first process, which inherits orphans."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 

@@ -35,7 +35,7 @@ _package_log = logging.getLogger("rsrv.serve")
 LOG_FILE = "serve.log"
 #: Value of --log for the standard output.
 STDOUT = Path("-")
-#: Path of the server in NVIDIA's container.
+#: Path of tritonserver in NVIDIA's container.
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
@@ -84,7 +84,7 @@ def run(options: Namespace) -> int:
                 output = server.Output(put, terminal.show)
                 print(f"rsrv {rsrv.__version__}: starting {options.tritonserver}", flush=True)
                 if planned.warning:
-                    # The control process of any tritonserver also writes it to the log.
+                    # Print the warning only here: the control process of every tritonserver writes it to the log.
                     print(f"{styled('warning', sys.stderr)}: {planned.warning}", file=sys.stderr, flush=True)
             return server.run(options, settings, planned, known, output)
     except (ServeError, SettingsError, InstallError, TokenError, OSError) as error:
@@ -152,7 +152,7 @@ class _LogHandler(logging.Handler):
 
 
 def _set_up_log(format: logs.Format, put: Callable[[bytes], None], *, on_terminal: bool) -> None:
-    """Send the lines of `rsrv serve` to `put`. If there is a terminal, also send its warnings there."""
+    """Send the log lines of `rsrv serve` to `put`. If `on_terminal`, also send its warnings to standard error."""
     handlers: list[logging.Handler] = [_LogHandler(put)]
     handlers[0].setFormatter(logs.formatter(format))
     if on_terminal:
@@ -215,7 +215,7 @@ def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
     """Return the path of the tritonserver to start.
 
     In order of precedence, this is the `named` program, the one on PATH, the one in NVIDIA's container, or the user's own
-    installation. If that is missing, it is installed if `ask` returns True.
+    installation. If no program is named, and there is none in these places, tritonserver is installed if `ask` returns True.
 
     Raises:
         ServeError: There is no tritonserver. The message says what to do.

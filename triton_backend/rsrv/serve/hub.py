@@ -23,8 +23,8 @@ _STAMPS = ".exported"
 def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], None]) -> list[Path]:
     """Export the directories that have changed since their last export. Return the bundles, all in `folder`.
 
-    Each export is a process of its own, which has PyTorch and transformers; this process needs neither. Raises ServeError if a
-    directory is missing, if two have the same name, or if an export fails.
+    Each export runs in a process of its own, which imports PyTorch and transformers. This process imports neither. Raises
+    ServeError if a directory is missing, if two models would have the same name, or if an export fails.
     """
     bundles: dict[Path, Path] = {}
     for directory in directories:
@@ -44,7 +44,7 @@ def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], N
 
 
 def model_name(directory: Path) -> str:
-    """Return the name of a directory's model: its own name, or that of the model in the hub's cache."""
+    """Return the name of a directory's model: the directory's name, or in the hub's cache, the name of the cached model."""
     path = directory.resolve()
     cached = (
         re.fullmatch(r"models--(.+)", path.parent.parent.name) if path.parent.name == "snapshots" else None

@@ -33,7 +33,7 @@ async def keep_openai(
     started: Callable[[str], None],
     end: asyncio.Event,
 ) -> None:
-    """Run the process until `end` is set. Return when the process has answered its calls.
+    """Run the process until `end` is set. Then stop the process, and return when it has answered its calls.
 
     If this coroutine is cancelled, the process is killed. `write` gets whole lines of its log. `started` gets the address of
     each started process.
@@ -110,7 +110,7 @@ async def _live(
         stdin=DEVNULL,
         stdout=DEVNULL,
         stderr=PIPE,
-        # Ctrl-C is for `rsrv serve`, which ends this process in order.
+        # Do not let Ctrl-C reach the new process: `rsrv serve` gets it, and ends the process in order.
         start_new_session=True,
     )
     started(listen)

@@ -1,4 +1,4 @@
-"""The key of Triton's APIs for operators: a file in the directory of `rsrv serve` that only its user can read."""
+"""The key of Triton's APIs for operators: a file in the directory of `rsrv serve` that only the server's user can read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from rsrv.tokens import read_token
 
-#: The file's name.
+#: Name of the key's file.
 KEY_FILE: Final = "operator-key"
 
 

@@ -18,7 +18,7 @@ from rsrv.control.triton import TritonError
 
 log = logging.getLogger(__name__)
 
-#: Without a request for this many seconds, the clients with open connections count as idle.
+#: If no request comes for this many seconds, clients with open connections count as idle.
 _QUIET_S = 1.0
 #: Seconds between two checks of the models that are being unloaded.
 _POLL_S = 0.1
@@ -46,14 +46,14 @@ class RunningServer(Protocol):
 async def end_in_order(
     server: RunningServer, terminate: Callable[[], None], callers: Collection[str], linger_s: float
 ) -> bool:
-    """Call `terminate`, which makes the server end. Then unload the models. Return False if they cannot be unloaded.
+    """Make the server end with `terminate`, and unload its models. Return False if they cannot be unloaded.
 
     Clients with open connections are served until they are idle, for `linger_s` seconds at most. `callers` are the models
     that call other models. They are unloaded first.
     """
     try:
-        # Triton first waits for the end of HTTP connections. While this one is open, every release of Triton still answers
-        # gRPC.
+        # Keep an HTTP connection open while the models are unloaded. Triton waits for the end of this connection, and every
+        # release of Triton still answers gRPC in the meantime.
         connection = await _connect(server.http) if server.http else None
     except TimeoutError:
         terminate()  # The server hangs.
@@ -75,7 +75,10 @@ async def end_in_order(
 
 
 async def _connect(address: str) -> asyncio.StreamWriter | None:
-    """Return an HTTP connection that the server has accepted, or None if it does not listen. Raises TimeoutError."""
+    """Return an HTTP connection on which the server has answered, or None if it does not listen.
+
+    Raises TimeoutError if the server accepts the connection, but does not answer.
+    """
     http = parse_address(address)
     try:
         reader, writer = await asyncio.open_connection(http.host, http.port)

@@ -27,9 +27,10 @@ from rsrv.triton_command_line import (
 
 #: Name of the model repository in the directory of `rsrv serve`.
 REPOSITORY = "models"
-#: Number of tritonserver's threads for each model. They send late answers, and wait for calls through Triton. With the default,
-#: 32, they would be most of a server's threads. With 2 threads, late answers were as fast in measurements. Calls through Triton
-#: were slower (0.69 times as many with 8 clients), because each call holds a thread, and one thread must stay free for answers.
+#: Number of tritonserver's threads for each model. They send late answers, and wait for calls through Triton. With the default
+#: of 32, they would be most of a server's threads. In measurements, late answers were as fast with 2 threads as with 32. Calls
+#: through Triton were slower (0.69 times as many with 8 clients), because each call occupies a thread, and one thread must stay
+#: free for answers.
 _THREADS_PER_MODEL = 2
 #: Number of threads if a bundle calls models through Triton: one more than `rsrv.stub.bls.MAX_CALLS`.
 CALLING_THREADS = 9
@@ -61,7 +62,8 @@ class ServerPlan:
     ports: Mapping[str, Address]
     #: Path of the model repository.
     repository: Path
-    #: Link to the repository's folder, or None. It is made before the start if Triton cannot use the folder's own path.
+    #: Path of a link to the folder that contains the repository, or None if Triton can use the folder's own path. The link is
+    #: made before the start.
     link: Path | None
     #: Seconds for requests in flight when the server stops.
     drain_s: float
@@ -90,7 +92,7 @@ class ServerPlan:
         return open_apis_warning(Options(self.argv), "Leave out --host or --client-shm (docs/security.md)")
 
     def describe(self) -> str:
-        """Return the plan as text. It has a shell command that reads the key from its file."""
+        """Return the plan as text. The shell command in it reads the operators' key from the key's file."""
         words = [f"{key}={value}" for key, value in sorted(self.environment.items())]
         command = shlex.join([*(["env", *words] if words else ()), *self.argv])
         command = command.replace(

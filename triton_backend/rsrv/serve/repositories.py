@@ -67,7 +67,10 @@ def model_folders(repository: Path) -> set[str]:
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
-    """Return the settings with `bundles` as the folders that the control process watches, unless they name others."""
+    """Return the settings with `bundles` as the folders that the control process watches.
+
+    If the settings already name folders, they do not change.
+    """
     if settings.lifecycle.bundles:
         return settings
     places = [Path(os.path.abspath(place)) for place in bundles]

@@ -157,9 +157,9 @@ def _thread_counts() -> dict[str, str]:
 
 
 def cpu_limit(root: Path = Path("/")) -> int | None:
-    """Return a container's CPU limit in whole cores, or None without a limit.
+    """Return the container's CPU limit in whole cores, or None if no limit is below the number of usable cores.
 
-    Inside a container, its control group is the root.
+    Inside a container, the root of /sys/fs/cgroup is the container's own control group.
     """
     groups = root / "sys/fs/cgroup"
     try:
@@ -170,13 +170,13 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
         except OSError:
             return None
     if not quota.strip().isdecimal():
-        return None  # The value is "max" or -1.
+        return None  # The quota is "max" or -1.
     cores = int(quota) / int(period)
     return max(1, int(cores)) if cores < len(os.sched_getaffinity(0)) else None
 
 
 def check_free(planned: ServerPlan) -> None:
-    """Raise ServeError if another process uses a port of the server. Otherwise, the server would fail after its loads."""
+    """Raise ServeError if another process uses a port of the server. Tritonserver would fail only after loading its models."""
     for kind, address in planned.ports.items():
         if taken := bind_error(address):
             holder = next(
@@ -333,7 +333,7 @@ def _idle_s(planned: ServerPlan) -> float:
 
 
 async def _follow_settings(options: Namespace, repository: Path) -> None:
-    """Update the settings in the repository, from where the server reads them, whenever the operator's file changes."""
+    """Write the repository's settings, which the server reads, again whenever the operator's file changes."""
     monitor = FileMonitor(options.config)
     while True:
         await asyncio.sleep(FILE_CHECK_S)

@@ -75,18 +75,18 @@ async def _only_terminate(terminate: Callable[[], None]) -> bool:
 class SupervisorHooks:
     """Effects that the supervisor needs: the log, the clock and callbacks."""
 
-    #: Writes the server's lines.
+    #: Writes whole lines of the server's log.
     write: Callable[[bytes], None]
     #: Called at each start, with the pid.
     started: Callable[[int], None]
-    #: Returns a reason to restart the running server.
+    #: Waits for a reason to restart the running server, and returns it.
     watch: Callable[[], Awaitable[RestartReason]]
     #: Waits for a number of seconds.
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: Seconds for the server's own children to end after it.
     follow_s: float = 5.0
-    #: Ends the server with the function in its argument. Returns True when the models are unloaded, False if they cannot
-    #: be unloaded.
+    #: Calls its argument, which sends SIGTERM to the server, and unloads the models. Returns True when the models are
+    #: unloaded, False if they cannot be unloaded.
     unload: Callable[[Callable[[], None]], Awaitable[bool]] = _only_terminate
     #: Seconds for the server to end by itself after its models are unloaded.
     idle_s: float = IDLE_S
@@ -116,7 +116,7 @@ async def supervise(server: ServerPlan, hooks: SupervisorHooks, orders: StopSign
 
 
 async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> tuple[float, str, bool]:
-    """Run the server once. Return the length of its life in seconds, a text about its end, and True for a failure."""
+    """Run the server once. Return the seconds that it ran, a text about its end, and True if it failed."""
     clock = asyncio.get_running_loop().time
     born = clock()
     try:

@@ -30,8 +30,8 @@ from rsrv_gen.write import is_alias
 
 #: Seconds between two polls, and between attempts to reach the control service.
 POLL_S = 0.25
-#: Number of polls until a model that is neither cold nor failed is shown as not loaded, for example because an operator has
-#: unloaded it.
+#: If a model has left the runtimes and is neither cold nor failed for this many polls, it is shown as not loaded. For example, an
+#: operator has unloaded it.
 _UNCLEAR_POLLS = 40
 #: Seconds that the control service has to start after the server.
 CONTROL_S = 15.0
@@ -51,7 +51,8 @@ class Line:
     """A line for the operator."""
 
     text: str
-    #: "change": a model has changed. "waits": the reason why the server does not serve yet. "serves": it serves from now on.
+    #: "change": a model has changed. "waits": the reason why the server does not serve yet. "serves": the server serves from now
+    #: on. "note": other information, printed without a time.
     kind: Literal["change", "waits", "serves", "note"] = "change"
 
 
@@ -67,12 +68,13 @@ class Changes:
         """`models` and `aliases` return the names of the models and of the aliases in the repository."""
         self._models, self._aliases = models, aliases
         present = models()
-        #: Bundles that were broken before the start, and whose earlier version still serves. Their errors have already been printed.
+        #: Errors of bundles that were broken before the start, and whose earlier version still serves. The errors have already
+        #: been printed.
         self._kept = {name: reason for name, reason in broken.items() if name in present}
         #: The last shown state of each model. Bundles that were broken before the start and do not serve are shown at the
         #: start.
         self._shown = {name: ("failed", text) for name, text in broken.items() if name not in present}
-        #: For each model, its versions by key, the latest last, and for each version its state by device.
+        #: Versions of each model by key, the latest last. Each version has its state by device.
         self._versions: dict[str, dict[str, dict[int, pb.Version]]] = {}
         self._failures: dict[str, str] = {}
         #: Models that may have changed since the last call of `lines`.
@@ -81,7 +83,7 @@ class Changes:
         self._waiting: set[str] = set()
         #: Models that have left the runtimes.
         self._gone: set[str] = set()
-        #: For each model that has left the runtimes, the number of checks that found no reason for this.
+        #: Number of checks that found no reason why a model has left the runtimes, by model.
         self._unclear = Counter[str]()
         #: True once the models of a device are known.
         self.known = False
@@ -259,7 +261,7 @@ def endpoints(planned: ServerPlan, page: str | None, log: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return the path relative to the working directory if it is inside it."""
+    """Return the path. If it is inside the working directory, the result is relative to that directory."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -359,8 +361,8 @@ async def follow(
                 models = _models(planned.repository)
                 # The loaded models are known only through the control service.
                 known = changes.known or not models
-                # The control process starts concurrently with the models, and may be ready later than they are. A server
-                # without models has none.
+                # Wait for the control process. It starts concurrently with the models, and may be ready later than the models.
+                # A server without models has no control process.
                 patience -= POLL_S
                 if known or shown or patience < 0:
                     serves = True

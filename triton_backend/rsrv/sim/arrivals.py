@@ -34,7 +34,7 @@ def instant(seconds: float) -> float:
 
 
 def open_arrivals(scenario: Scenario) -> Iterator[Arrival]:
-    """Return all requests of open-loop sources in the order of time. Requests at the same time are in the order of the sources."""
+    """Return all requests of open-loop sources in the order of time. At equal times, they are in the order of the sources."""
     end = inf if scenario.duration is None else scenario.duration
     sources: list[Iterator[Arrival]] = [_listed(scenario.requests, end)]
     sources += [_listed(trace, end) for trace in scenario.recorded]

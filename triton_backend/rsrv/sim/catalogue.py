@@ -2,7 +2,7 @@
 
 The scheduler does not know a cold model. The model's first request starts it. One thread builds models one after the other, in
 the order of the runtime's `StartQueue`: it reads the weights that host memory lacks, and compiles the model or loads its
-executable. Requests that arrive before the end of the start wait, at most until their deadline and for `start_timeout_s`.
+executable. Requests that arrive before the end of the start wait until their deadline, but not longer than `start_timeout_s`.
 
 Weights without a host copy are read from the disk before each load. The read leaves a host copy if there is room. If the copies
 would exceed `host_memory_bytes`, the runtime's `choose_copies` chooses the copies to drop.
@@ -90,7 +90,8 @@ class Catalogue:
         self._queue = StartQueue()
         #: Models that wait for their start or are starting.
         self._asked: set[str] = set()
-        #: Seconds of each model's shortest start. If the discipline sheds, requests that would be served too late end at once.
+        #: Seconds of each model's shortest start so far. Recorded only if the discipline sheds: a request whose deadline passes
+        #: before such a start could end is shed at once.
         self._start_seconds: dict[str, float] = {}
         self._sheds = {**DISCIPLINES, **NAIVE}[scenario.discipline]().sheds
         self._building: StartRecord | None = None
@@ -277,7 +278,7 @@ class Catalogue:
             self.changed[model] = None
 
     def _make_room(self, model: str, now: float) -> None:
-        """Drop the copies of models that were last used earlier than this one, if that makes room for a copy of this one."""
+        """Drop copies of models that were last used earlier than `model`, if that makes room for a copy of `model`."""
         program = self._programs[model]
         if (excess := self._excess(program)) > 0:
             copies = [

@@ -86,7 +86,7 @@ class SimulatedDevice:
         self._sequence = count()
         #: Tensors that are on the device or loading.
         self._tensors = TensorMemory(self.record.device)
-        #: Bytes that the next load must move, or None unless weights were already evicted for it.
+        #: Bytes that the next load must move. Set when weights are evicted for this load, and None before.
         self._claimed: int | None = None
         #: Bytes that were read from the disk for the next load of each model.
         self._read_bytes: dict[str, int] = {}
@@ -99,7 +99,7 @@ class SimulatedDevice:
         self._room = inf if budget is None else budget
 
     def start(self, program: Program) -> None:
-        """Add a model at the start, unless it is lazy. If the scenario is warm, its weights are on the device if they fit."""
+        """Add a model at the start, unless it is lazy. In a warm scenario, the model's weights are on the device if they fit."""
         if self.scenario.lives[program.model].lazy:
             return
         nbytes = self._tensors.absent_bytes(program)
@@ -111,7 +111,10 @@ class SimulatedDevice:
         self._add(program, resident, 0.0)
 
     def meet(self, model: str, now: float) -> None:
-        """Add a model at its first request, so that models without requests cost nothing."""
+        """Add a model to the scheduler unless the scheduler knows it.
+
+        This happens only at the model's first request or command on this device, so that unused models cost nothing.
+        """
         if model not in self.catalogue.started:
             self._add(self.scenario.programs[model], False, now)
 
@@ -130,7 +133,7 @@ class SimulatedDevice:
         t = min(self._heap[0][0] if self._heap else inf, self.catalogue.due())
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
-            # The scheduler does nothing in a tick before its wakeup.
+            # Do not round down: the scheduler does nothing in a tick before its wakeup.
             t = min(t, max(now, _not_before(wakeup)))
         return t
 
@@ -269,7 +272,8 @@ class SimulatedDevice:
     def _claim(self, model: str, now: float) -> int:
         """Return the bytes that the next load must move.
 
-        The model's tensors count as held from now on, so that evictions for this load do not drop tensors that it shares.
+        From now on, the model's tensors count as held, so that evictions for this load do not drop tensors that the model shares
+        with the evicted models.
         """
         if self._claimed is None:
             program = self.scenario.programs[model]

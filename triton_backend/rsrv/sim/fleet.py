@@ -18,7 +18,7 @@ MODES: tuple[GatewayMode, ...] = get_args(GatewayMode)
 
 
 def with_mode(scenario: Scenario, mode: GatewayMode) -> Scenario:
-    """Return the scenario, which has a gateway, with this mode of the gateway."""
+    """Return the scenario with another mode of its gateway. The scenario must have a gateway."""
     assert scenario.gateway is not None
     return replace(scenario, gateway=scenario.gateway.model_copy(update={"mode": mode}))
 
@@ -104,7 +104,10 @@ def _device(record: Record, window: float) -> dict[str, Any]:
 
 
 def _fill(record: Record, window: float) -> float:
-    """Return the sum of useful rows / rows of the model's largest size, over the executions that start within the window."""
+    """Return the sum of the fills of all executions that start within the window.
+
+    The fill of an execution is its useful rows, divided by the largest compiled size of its variant.
+    """
     programs, largest = record.scenario.programs, dict[tuple[str, int], int]()
     total = 0.0
     for execution in record.executions:

@@ -2,8 +2,9 @@
 
 The planner has no probes. It reads all devices directly, at the same instant.
 
-A device's scheduler gets a model only with the model's first request, because ten thousand models on a thousand devices would be
-ten million entries. Until then, the planner sees the model as a server shows a model without any request.
+At the start, each model is added to the scheduler of one device, and pinned models to all. Any other device's scheduler gets a
+model only with the first request or command for it, because ten thousand models on a thousand devices would be ten million
+entries. Until then, the planner sees the model as a server shows a model without any request.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
@@ -27,10 +28,11 @@ _ROWS = ("rows", 0)
 
 
 class SimulatedGateway:
-    """The router and the planner of servers with equally many devices each, and the choice of a device in a server.
+    """Simulates the gateway's router and planner, and how a stub chooses a device of its server.
 
-    A single server has no gateway in front of it, and plans for itself. `names` has the devices' names in the order of their
-    indices. The devices of a server have consecutive indices. Without packing, the gateway sees each server as one worker.
+    All servers have the same number of devices. A single server has no gateway in front of it, and plans for itself. `names` has
+    the devices' names in the order of their indices. The devices of a server have consecutive indices. Without packing, the
+    gateway sees each server as one worker.
     """
 
     def __init__(self, scenario: Scenario, options: GatewayKeys, devices: Sequence[SimulatedDevice]) -> None:
@@ -41,7 +43,7 @@ class SimulatedGateway:
         self.names = (
             servers if each == 1 else [f"{server}/{number}" for server in servers for number in range(each)]
         )
-        #: Time of the next round. The first round comes before all other events.
+        #: Time of the next round of probes and planning. The first round comes before all other events.
         self.next_round = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
         #: Numbers of whole repacks by trigger.

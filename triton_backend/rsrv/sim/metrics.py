@@ -1,12 +1,12 @@
 """Metrics of a simulation, as plain numbers.
 
-Times are seconds. A percentile is the nearest rank: the smallest value that at least this share of all values does not exceed.
-So it is always one of the values. None means that there is no value. Floats are rounded to 9 decimals, so that equal simulations
-give equal files.
+Times are seconds. A percentile is the nearest rank: the smallest of the values for which at least this share of all values is not
+greater. So it is always one of the values. None means that there is no value. Floats are rounded to 9 decimals, so that equal
+simulations give equal files.
 
-All requests are counted, until their ends. The figures of the device, the link and the goodput cover only the *window*: the
-scenario's duration, or the time until the last request ended if there is no duration. After an overload, the simulation continues
-until all waiting requests are served, and that time says nothing about the scheduler.
+All requests are counted, including requests that end after the window. The figures of the device, the link and the goodput cover
+only the *window*: the scenario's duration, or the time until the last request ended if there is no duration. After an overload,
+the simulation continues until all waiting requests are served, and that time says nothing about the scheduler.
 
 **Jain's index** of n numbers x(1), ..., x(n) is
 
@@ -15,11 +15,12 @@ until all waiting requests are served, and that time says nothing about the sche
 It is 1 if all numbers are equal, and 1 / n if all but one are 0 (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness
 and Discrimination, DEC-TR-301, 1984). The numbers here are the device seconds / weight of each counted model.
 
-Device time measures fairness only while all models want more of it. So the index covers the contending models. A model is
+Device time measures fairness only while all models want more of it. So the index covers only *contending* models. A model is
 contending if it had a waiting or executing request for at least a tenth of the window. The index covers the device time while all
-contending models had a request. If there are fewer than two such models, or if that time is less than a twentieth of the window,
-the device is not contended. The index then covers all models with requests over the whole window, and describes the traffic instead
-of the scheduler. `jain_models` and `jain_seconds` are the number of counted models and the seconds that the index covers.
+contending models had a request. If there are fewer than two contending models, or if that time is less than a twentieth of the
+window, the device is not contended. The index then covers all models with requests over the whole window, and describes the
+traffic instead of the scheduler. `jain_models` and `jain_seconds` are the number of counted models and the seconds that the index
+covers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

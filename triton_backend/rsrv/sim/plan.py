@@ -22,7 +22,8 @@ from rsrv.sim.table import aligned
 from rsrv.sim.tally import in_time, percentile, ratio
 from rsrv.text import amount, duration, percent
 
-#: Number of requests that each simulation of a search has, from the busiest time. A simulation takes about a second.
+#: Maximum number of requests in each simulation of a search. They are taken from the busiest time. A simulation takes about a
+#: second.
 MOST_REQUESTS = 20_000
 #: Maximum number of copies of each model, and of cards, that a search tries.
 _MOST_COPIES, _MOST_CARDS = 16, 16
@@ -36,8 +37,8 @@ _USED = 0.05
 _WORTH = 0.05
 #: Maximum number of models with recommended sizes. The models that gain most are chosen.
 _NAMED = 10
-#: The traffic of each further copy of a model starts later by this share of the time. The golden ratio spreads any number of
-#: copies evenly.
+#: The traffic of each added copy is shifted by this share of the recorded time, compared with the previous copy. The golden ratio
+#: spreads any number of copies evenly.
 _GOLDEN = 0.618034
 
 
@@ -114,9 +115,10 @@ def _counted(count: int, noun: str) -> str:
 
 
 def last_good(good: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` for which `good` is true. It must be true for all smaller numbers. 0 needs no trial.
+    """Return the largest number up to `most` for which `good` is true, or 0 if it is true for none.
 
-    A large result may be up to 3 % too small, because each trial of hundreds of models takes long.
+    If `good` is true for a number, it must be true for all smaller numbers. `good` is not called with 0. A large result may be up
+    to 3 % too small, because each trial of hundreds of models takes long.
     """
     low, high = 0, 1
     while high <= most and good(high):
@@ -175,7 +177,7 @@ def with_copies(scenario: Scenario, count: int) -> Scenario:
 def _copied(program: Program, name: str, copy: str) -> Program:
     tensors = program.tensors
     if tensors is not None:
-        # A copy shares the same tensors as its model.
+        # The copy shares the tensors that its model shares. The model's own tensors become the copy's own.
         tensors = {
             f"own of {copy}" if key == f"own of {name}" else key: size for key, size in tensors.items()
         }
@@ -219,7 +221,7 @@ def _tensor_bytes(scenario: Scenario) -> int:
 
 
 def with_narrow_weights(scenario: Scenario, divisor: int) -> Scenario:
-    """Return a scenario in which the weights of all models have this many times fewer bytes."""
+    """Return a scenario in which the bytes and load times of all weights are divided by `divisor`."""
 
     def narrow(program: Program) -> Program:
         tensors = program.tensors
@@ -295,7 +297,7 @@ def _listed(keys: Sequence[tuple[int, int]]) -> str:
 
 
 def _keeps(key: tuple[int, int], program: Program, used: Counter[tuple[int, int]]) -> bool:
-    # Requests as large as the largest size need it. Variants with few requests keep their sizes.
+    # Keep the largest size, because the largest requests fit no other. Keep the compiled sizes of a variant without executions.
     largest = max(size for variant, size in program.costs if variant == key[0])
     of_variant = sum(count for (variant, _), count in used.items() if variant == key[0])
     if key[1] == largest or not of_variant:
@@ -363,7 +365,7 @@ def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
 
 
 def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:
-    """Return a scenario with only `most` of the recorded requests, from the busiest time."""
+    """Return a scenario with at most `most` of the recorded requests: those of the busiest time."""
     requests = sorted(_requests(scenario), key=lambda request: request.t)
     if len(requests) > most:
         first = min(

@@ -30,9 +30,9 @@ _ALL = "#333333"
 _MODES = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}
 #: Number of windows in shares.png.
 _WINDOWS = 60
-#: Number of executions in the timeline if no window is given. A reader can distinguish about this many.
+#: Number of executions and loads in the timeline if no window is given. A reader can distinguish about this many.
 _BARS = 60
-#: Maximum number of bars. If a window has more, the first ones are drawn.
+#: Maximum number of bars in a row of the timeline. If a window has more, the first ones are drawn.
 _MOST_BARS = 20_000
 #: Maximum number of steps of a curve. This is more than a picture can show.
 _STEPS = 10_000
@@ -104,7 +104,7 @@ def write_fleet_plots(
 
 
 def save(figure: Figure, path: Path, dpi: int = 100) -> Path:
-    """Save without matplotlib's version, so that equal simulations give equal files."""
+    """Write the figure to the path, and return the path. Without matplotlib's version, equal figures give equal files."""
     figure.savefig(path, dpi=dpi, metadata={"Software": None})
     return path
 
@@ -282,7 +282,7 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
 
 
 def _first(record: Record) -> tuple[float, float]:
-    """Return the window from the start that contains `_BARS` executions."""
+    """Return the window from 0 to the end of the execution or load with the number `_BARS`."""
     ends = sorted(
         [execution.ended for execution in record.executions] + [load.ended for load in record.loads]
     )

@@ -104,6 +104,6 @@ class FleetRecord:
     repacks: Mapping[str, int]
     #: Number of changes of a packed model's home.
     moves: int
-    #: Number of events: ends of executions and loads, ticks, commands and arrivals. Arrivals at one device at one instant count as
+    #: Number of events: ends of executions and loads, ticks, commands and arrivals. All arrivals at one device at one instant are
     #: one event.
     events: int

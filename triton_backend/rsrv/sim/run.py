@@ -29,7 +29,7 @@ _LINE_S = 10.0
 def run(options: argparse.Namespace) -> int:
     """Run the command. Return the exit status, as `cli.main` does."""
     collecting = gc.isenabled()
-    # A simulation makes no garbage before its end, and collecting garbage among a million requests takes long.
+    # A simulation makes no garbage before its end, and searching a million requests for garbage takes long.
     gc.disable()
     try:
         return _run(options)

@@ -69,14 +69,14 @@ class Scenario:
     devices: int = 1
     #: Number of servers. Each has the same number of devices.
     servers: int = 1
-    #: Options of the gateway, whose `models` name single models. None for one device, which needs no choice.
+    #: Options of the gateway. Their `models` name single models. None means that there is one device and no gateway.
     gateway: GatewayKeys | None = None
-    #: The card of the estimates, for each model or group of equal models with estimated costs.
+    #: For each model or group of equal models with estimated costs, the card for which the costs are estimated.
     estimated: Mapping[str, str] = field(default_factory=dict)
 
 
 class IdleLimits(NamedTuple):
-    """Effects on a model that gets no requests for these numbers of seconds."""
+    """Idle limits of a model: seconds without a request."""
 
     #: After this time, the weights leave the device.
     device: float
@@ -111,7 +111,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -> Scenario:
-    """Parse the text of a scenario file. `source` is the file's name in messages, and `folder` is the folder of its traces."""
+    """Parse the text of a scenario file. `source` is the file's name in messages. Paths of traces are relative to `folder`."""
     try:
         raw = read_yaml(text, of="keys")
     except YamlError as error:
@@ -256,7 +256,7 @@ def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Resolution of `models` of a source to single models."""
+    """Resolves the names in `models` of a source to single models. A name may stand for a group of models."""
 
     groups: Mapping[str, Sequence[str]]
     programs: Mapping[str, Program]

@@ -21,7 +21,7 @@ LONGEST = 1e9
 
 
 def _unquoted(size: object) -> object:
-    """Return the number in a text of digits. Keys of JSON are texts, and JSON is YAML."""
+    """Convert a text of digits to a number. Scenarios may be written in JSON, whose keys are texts."""
     return int(size) if isinstance(size, str) and size.isascii() and size.isdecimal() else size
 
 

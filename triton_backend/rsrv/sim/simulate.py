@@ -1,8 +1,11 @@
 """The simulation: the scheduler in virtual time, on one device, or on several devices behind a gateway.
 
-The events of one instant have this order: the gateway's round of probes, if one is due, then the arrivals of requests, as one
-event for each device. Then follow the other events of one device after the other: first ends of loads, then ends of executions,
-then a tick if one is due.
+The events of one instant are carried out in this order:
+
+1. the gateway's round of probes, if one is due;
+2. the arrivals of requests, as one event for each device;
+3. for one device after the other: ends of reads and loads, ends of executions, changes of the catalogue (`catalogue`), and a tick
+   if one is due.
 """
 
 from collections.abc import Callable, Sequence

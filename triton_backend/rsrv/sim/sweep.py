@@ -13,7 +13,7 @@ from rsrv.text import amount, duration, percent
 
 
 class IdleSweep(NamedTuple):
-    """Limits of one tier (device, host or executable): the seconds of each limit by its text, such as 10m."""
+    """Idle limits of one tier (device, host or executable). `limits` maps the text of a limit, such as 10m, to its seconds."""
 
     tier: str
     limits: Mapping[str, float]

@@ -54,7 +54,7 @@ def table(metrics: dict[str, Any]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows in columns of text, the first column to the left."""
+    """Return the rows as lines of text. The first column is aligned to the left, the other columns to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

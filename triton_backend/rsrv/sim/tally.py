@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over one model, one device, or all."""
+    """Sums over one model, over one device, or over the whole simulation."""
 
     ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     arrived: int = 0
@@ -101,7 +101,7 @@ class Tally:
         }
 
     def execute(self, execution: ExecutionRecord, window: float) -> None:
-        """Count an execution, which started within the window."""
+        """Count an execution that started within the window. Its time after the window does not count."""
         self.device_seconds += min(execution.ended, window) - execution.started
         self.dispatches += 1
         self.useful_rows += execution.execute.rows

@@ -1,4 +1,4 @@
-"""The entry of Triton's Python backend for an alias: a further name for clients, with one or several models behind it.
+"""The entry of Triton's Python backend for an alias: another name by which clients use one model or several models.
 
 The stub of an alias attaches to the runtime as the stubs of its targets do, so a request is as fast as under the
 model's own name. The shares in config.pbtxt decide which target answers. When the shares change, the control process
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 #: Parameter of requests. Requests with the same value get the same target while the shares do not change.
 STICKY = "rsrv_sticky"
-#: Value in place of a weight for a target that gets copies of all requests.
+#: A target with this value instead of a weight gets copies of all requests.
 SHADOW = "shadow"
-#: Seconds between the attempts to load a target that failed. They double.
+#: First and longest pause, in seconds, before the next attempt to load failed targets. Each pause is twice the previous one.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 #: Key in config.pbtxt with the shares by target, as a JSON object.
 _PARAMETER = "rsrv_alias"
@@ -75,7 +75,7 @@ class Split:
         self._draw = draw
 
     def among(self, names: Collection[str]) -> "Split":
-        """Return a choice among these targets only. It divides the requests of the other targets among these by weight."""
+        """Return a Split over the targets `names` only. It divides the other targets' requests among `names` by weight."""
         shares = {name: weight for name, weight in self._shares.items() if name in names}
         return Split(self._alias, shares, self._draw)
 
@@ -105,7 +105,7 @@ class Split:
 
 
 class Alias:
-    """Answers Triton's requests for one alias by its targets.
+    """Answers Triton's requests for one alias through its targets.
 
     A target that is not loaded gets no requests. The other targets answer its share in addition to their own.
     """
@@ -120,7 +120,7 @@ class Alias:
         self._closed = False
         self._targets: dict[str, Replicas] = {}
         self._shadows: tuple[Shadow, ...] = ()
-        #: The choice for requests whose target has not loaded.
+        #: Chooses a loaded target for requests whose own target is not loaded.
         self._instead = split
 
     def load(self, names: Iterable[str]) -> dict[str, str]:
@@ -156,7 +156,7 @@ class Alias:
         return self._execute_watched(requests, shadows) if shadows else self._execute(requests)
 
     def _execute_watched(self, requests: Sequence[Any], shadows: Sequence[Shadow]) -> list[Any] | None:
-        """Answer requests. Then let the shadows answer copies of them."""
+        """Answer requests. Then send copies of them to the shadow targets."""
         watched, comparisons = list(requests), []
         for shadow in shadows:
             for index, request in enumerate(watched):
@@ -178,12 +178,13 @@ class Alias:
             parts.setdefault(name, []).append(request)
         if len(parts) == 1:
             return self._targets[chosen[0]].execute(requests)
-        # Each target answers in place if it can, because requests that are answered later get no answer if this process dies.
+        # Each target returns its answers here if it can, because requests that are answered later get no answer if this process
+        # dies.
         answers = {name: self._targets[name].execute(part) for name, part in parts.items()}
         whole = {name: iter(responses) for name, responses in answers.items() if responses is not None}
         if len(whole) == len(parts):
             return [next(whole[name]) for name in chosen]
-        # A list that execute() returns must be complete.
+        # execute() must return all answers or none, so send the answers that are ready.
         for name, request in zip(chosen, requests, strict=True):
             if name in whole:
                 self._responses.send(request, next(whole[name]))
@@ -204,7 +205,7 @@ class AliasStub(ModelStub):
     """The stub of one alias."""
 
     def serve(self, setup: Setup, pb_utils: Any) -> Alias:
-        """Return when a target is ready, or cold. Raises TritonModelException with the reasons otherwise."""
+        """Try to load all targets. Raises TritonModelException with the reasons if no target can answer requests."""
         alias, folder = setup.name, setup.bundle.parent / "calls"
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
         dtypes = {wire.name: wire.dtype for wire in setup.outputs}
@@ -235,7 +236,7 @@ class AliasStub(ModelStub):
         return served
 
     def _load_again(self, served: Alias, failures: Mapping[str, str]) -> None:
-        """Load targets that failed until all are loaded."""
+        """Retry the targets that failed to load, until all are loaded or the alias is unloaded."""
         pause, logged = _FIRST_PAUSE_S, dict[str, str]()
         while failures:
             for name, text in failures.items():

@@ -82,7 +82,7 @@ def read_pool_size(server_pid: int) -> int:
 _NOISE = re.compile(
     r"Failed to process the request\(s\) for model '[^']*', message: |\[request id: [^\]]*\] "
 )
-#: Triton's words for a callee that it has not loaded. From 26.01 on, it also uses them if the callee's process has ended.
+#: Triton's error texts for a callee that is not loaded. From release 26.01 on, they can also mean that its process has ended.
 _ABSENT = re.compile(
     r"(Failed for execute the inference request\. )?Model '[^']*' is not ready\.|"
     r"Request for unknown model: '[^']*' (has no available versions|is not found)\.?"
@@ -94,8 +94,8 @@ def failure_of(model: str, message: str, status: Status = Status.INTERNAL) -> Re
     """Return the failure of a call of `model`. `message` is Triton's error text, and `status` has Triton's code.
 
     Up to release 25.03, Triton turns every code into INTERNAL. So failures of rsrv's stubs are recognized by their tags, and
-    Triton's own failures by their texts. Other failures keep their code. Triton adds places in the callee's code to the text of
-    an exception. They are removed.
+    Triton's own failures by their texts. Other failures keep their code. Triton adds file paths of
+    the callee's code to the text of an exception. These paths are removed.
     """
     tagged = untag(message)
     if tagged is not None:
@@ -136,9 +136,9 @@ class _BlsCall:
     traceparent: str
     #: Number of the run's device.
     device: int
-    #: End of the time limit that every call has.
+    #: Time when the call has taken `timeout` seconds, the limit for all calls of a `Bls`.
     hung_ns: int
-    #: Future that gets the answer, or an error at the end of the call's time.
+    #: Future that gets the answer, or an error.
     future: Future[Arrays] = field(default_factory=Future)
     started: bool = False
 
@@ -150,8 +150,8 @@ class _BlsCall:
 class Bls:
     """Calls other models from any thread, also while execute() runs and after it returned.
 
-    At most `concurrency` calls are in flight in Triton at a time (see `limit`), and further calls wait. No call takes longer than
-    `timeout` seconds or its deadline, including this wait. The caller owns the arrays in answers.
+    At most `concurrency` calls are in flight in Triton at a time (see `limit`), and further calls wait. A call fails at its
+    deadline, or `timeout` seconds after its start, even if it still waits then. The caller owns the arrays in answers.
 
     Raises ValueError if the instance has no thread for a single call.
     """
@@ -261,7 +261,7 @@ class Bls:
         return None
 
     def _start_threads(self, call: _BlsCall) -> None:
-        """Let a thread execute a waiting call, and let a thread watch its time."""
+        """Make sure that a thread executes the waiting call, and that the watching thread ends the call when its time is over."""
         if self._idle >= len(self._waiting):
             self._work.notify()
         elif self._threads < self._concurrency:
@@ -340,7 +340,7 @@ class Bls:
         try:
             outcome = self._execute(call)
         except RequestFailure as failure:
-            # A copy: the traceback would keep the call's arrays alive.
+            # Copy the failure without its traceback, which would keep the call's arrays alive.
             outcome = failure.copy()
         except Exception:
             log.exception(
@@ -439,7 +439,7 @@ def _about(call: _BlsCall) -> dict[str, Any]:
 
 
 class ThroughTriton:
-    """The sub-calls of one run through Triton. Tensors are copied, and none stays on the device."""
+    """Makes the sub-calls of one run through Triton. All tensors are copied, and no output stays on the device."""
 
     def __init__(self, bls: Bls, deadline_ns: int, client_id: str, span: OpenSpan | None = None) -> None:
         """`client_id` is the id of the run's request. Spans of calls become children of `span`."""
@@ -449,7 +449,7 @@ class ThroughTriton:
         self._span = span
 
     def external(self, name: str, inputs: Mapping[str, Any]) -> "_TritonCall":
-        """Call a model outside of the runtime. Triton checks the inputs."""
+        """Call a model of Triton that the manifest's `meta.external` names. Triton checks the inputs."""
         arrays = {key: as_array(value) for key, value in inputs.items()}
         for key, array in arrays.items():
             if array.dtype.kind in "SUO":

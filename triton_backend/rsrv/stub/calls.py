@@ -32,12 +32,12 @@ from rsrv.wire.frames import Status
 Keep = bool | Sequence[str]
 Results = dict[str, Any]
 
-#: Nanoseconds that a sub-call may outlive the deadline. A healthy runtime ends it within them.
+#: A run waits for a sub-call for this many nanoseconds after its deadline. A healthy runtime ends the sub-call by then.
 GRACE_NS = 1_000_000_000
 
 
 def grace(deadline_ns: int) -> int:
-    """Return the time until which to wait for a sub-call with this deadline. 0: no limit."""
+    """Return the time until which a run waits for a sub-call. Return 0 (no limit) if the sub-call has no deadline."""
     return deadline_ns + GRACE_NS if deadline_ns else 0
 
 
@@ -45,7 +45,11 @@ class Pending(Protocol):
     """A sub-call in flight."""
 
     def wait(self, until_ns: int) -> Results:
-        """Return the results. Raises RequestFailure, with DEADLINE at the time `until_ns` of CLOCK_MONOTONIC (0: no limit)."""
+        """Wait for the results, and return them. Raises RequestFailure.
+
+        `until_ns` is a time of CLOCK_MONOTONIC; 0 means no limit. If the sub-call has not ended by then, the failure has the
+        status DEADLINE.
+        """
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
         """Return an awaitable of the results."""
@@ -73,7 +77,10 @@ class LargeCallError(Exception):
 
 
 class LargeCall:
-    """A sub-call in parts, with the interface of `Pending`. As many parts as for a client's request may be in progress."""
+    """A sub-call that is executed in parts. It implements `Pending`.
+
+    At most `MAX_PARTS` parts are in flight at a time, as for a client's large request.
+    """
 
     def __init__(self, large: LargeCallError, start: Callable[[Mapping[str, Array]], Pending]) -> None:
         """`start` starts the call of a part, or raises RequestFailure, which then ends the whole call."""
@@ -107,7 +114,10 @@ class LargeCall:
 
     @contextmanager
     def _until_all_ended(self) -> Iterator[None]:
-        """Keep a part's failure until the other submitted parts have ended. No further part starts after the first failure."""
+        """Return a context that stores a part's failure. No further part starts after the first failure.
+
+        The failure is raised after the other submitted parts have ended.
+        """
         try:
             yield
         except RequestFailure as failure:
@@ -161,7 +171,7 @@ class _Calls:
 
 
 class SyncCall(_Calls):
-    """The `call` that a plain `run` is given."""
+    """The argument `call` of a `run` that is not `async`."""
 
     def __call__(self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False) -> Results:
         """Call the model `name`, and return its results by output. Raises CallError."""
@@ -197,7 +207,7 @@ class SyncCall(_Calls):
 
 
 class AsyncCall(_Calls):
-    """The `call` that an `async def run` is given: every call starts at once, and is awaited."""
+    """The argument `call` of an `async def run`. Every call starts at once, and the run awaits its result."""
 
     #: Number of calls that have not ended.
     under_way = 0
@@ -205,7 +215,7 @@ class AsyncCall(_Calls):
     def __call__(
         self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
     ) -> Awaitable[Results]:
-        """Start a call, as `SyncCall`. Its errors are raised when it is awaited."""
+        """Start a call of the model `name`, and return an awaitable of its results. Awaiting raises CallError."""
         try:
             return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
         except CallError as error:
@@ -228,7 +238,7 @@ class AsyncCall(_Calls):
             self.under_way -= 1
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a wait of the run's event loop. If calls are in progress, this is a wait for them."""
+        """Return a context in which the run's event loop waits. If calls are in progress, the run waits for its calls."""
         return self._callees.waiting() if self.under_way else nullcontext()
 
 
@@ -273,7 +283,7 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
     return results
 
 
-# --- callees, and the rules for their inputs on either way -------------------------------------------------
+# --- callees, and the checks of their inputs -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +309,7 @@ def make_callees(
                 hooks[remote.name],
                 guard,
                 partial(meters.hook, remote.name),
-                # The hooks of a callee must see all rows of a call.
+                # Do not split a call if the callee has hooks, because a hook must get all rows of the call.
                 splits=not (hooks[remote.name].preprocess or hooks[remote.name].postprocess),
             ),
         )

@@ -49,7 +49,7 @@ class Rejected(Exception):
 
     @property
     def dangerous(self) -> bool:
-        """True if the model has crashed runtimes. Only then is there a text for clients."""
+        """True if the model has crashed runtimes. Only in this case, REJECTED has a text for clients."""
         return self.client != ""
 
 
@@ -82,7 +82,7 @@ class Greeted:
 def greet(sock: socket.socket) -> Greeted:
     """Exchange the first frames on a new connection.
 
-    Raises LaunchError, Closed, ProtocolError or OSError, and closes the socket.
+    On an error, close the socket. Raises LaunchError, Closed, ProtocolError, OSError.
     """
     sock.settimeout(GREETING_TIMEOUT_S)
     try:
@@ -117,7 +117,10 @@ class Slab:
 
 
 class _ArrayMemory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The memory of one array. Its own type makes numpy keep it as the base of views; numpy would skip a plain array."""
+    """The memory of one array.
+
+    All views of the array keep this object alive, because numpy leaves out only those bases that have the views' own type.
+    """
 
 
 class RuntimeConnection:
@@ -132,8 +135,8 @@ class RuntimeConnection:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
-        #: The board's first word when the earliest requests were sent that the runtime may not have noticed, and the time
-        #: when they were sent.
+        #: Value of the board's first word when requests were last sent, and the time when requests were first sent at this value.
+        #: While the word has this value, the runtime may not have noticed these requests.
         self._word_at_send, self._sent_at = -1, 0.0
         self.devices = greeted.devices
         self._blackbox = greeted.blackbox
@@ -142,13 +145,13 @@ class RuntimeConnection:
         self._next_id = 0
         #: True if the runtime did not read in time. Until it reads again, frames do not wait for it.
         self._stuck = False
-        #: The demand that was reported to the runtime, while REGISTER is not answered.
+        #: The demand that the runtime knows, while `register` waits for an answer; otherwise None.
         self._demand: Mapping[str, int] | None = None
-        #: Seconds that requests may wait for the next start. COLD sets it on a registered connection.
+        #: Seconds that requests may wait for the next start. Set when COLD arrives on a registered connection; otherwise None.
         self.dismissed: float | None = None
         #: Requests and their next tokens from the latest TOKENS.
         self._tokens: Iterable[tuple[int, int]] = ()
-        #: True if this process has left the runtime, which lives on.
+        #: True if this process has left the runtime, which still runs.
         self.left = False
         #: Places of arrays that were garbage-collected.
         self._returned: deque[Place] = deque()
@@ -189,9 +192,9 @@ class RuntimeConnection:
                     os.close(fd)
 
     def tell_demand(self, demand: Mapping[str, int]) -> None:
-        """Report the requests that wait for the model, in the form of REGISTER, while `register` waits for its answer.
+        """Report a changed demand for the model while `register` waits on another thread. Thread-safe.
 
-        Thread-safe. If the runtime does not read now, the next call reports them.
+        `demand` has the keys "asked" and "deadline_ns" of REGISTER. If the runtime does not read now, the next call reports it.
         """
         if self._demand not in (None, demand):
             with suppress(Closed, OSError):
@@ -199,7 +202,7 @@ class RuntimeConnection:
                     self._demand = demand
 
     def report(self, report: dict[str, Any], patience: float) -> None:
-        """Report measurements and wait until the runtime has taken them. Only for a connection that carries nothing else.
+        """Report measurements, and wait until the runtime has received them. Use a connection that is only for reports.
 
         Raises TimeoutError if the runtime does not answer for `patience` seconds, Closed, ProtocolError.
         """
@@ -214,7 +217,7 @@ class RuntimeConnection:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REPORTED:
                 return
-            # COLD is also sent on the connection for answers, which then leaves the runtime.
+            # Ignore COLD: the runtime also sends it on the connection for answers, whose reader handles it.
             if kind is not Kind.COLD:
                 raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
@@ -226,7 +229,10 @@ class RuntimeConnection:
     # --- memory -------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, users: int) -> Slab:
-        """Allocate memory that `users` requests share until each has released it. Raises OSError if there is none, Closed."""
+        """Allocate memory that `users` requests share until each has released it.
+
+        Raises OSError if no memory is left, and Closed if the runtime was lost.
+        """
         with self._lock:
             if self.sock.fileno() < 0:
                 raise Closed("the runtime was lost")
@@ -241,7 +247,7 @@ class RuntimeConnection:
                 self._drop()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Allocate an array in memory that the runtime sees; garbage collection frees it. Raises OSError if there is none."""
+        """Allocate an array in memory that the runtime sees. Garbage collection frees it. Raises OSError if no memory is left."""
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
             self._take_back()
@@ -270,7 +276,7 @@ class RuntimeConnection:
     def locate(self, array: Array) -> tuple[int, int] | None:
         """Return (segment, offset in bytes) of an array in this connection's memory.
 
-        None: the array is elsewhere, or lies there in a way that the runtime does not read.
+        Return None if the array is elsewhere, or if its layout or alignment is one that the runtime does not read.
         """
         if not array.flags.c_contiguous:
             return None
@@ -290,7 +296,7 @@ class RuntimeConnection:
     ) -> int:
         """Send requests, in frames that `pack` makes. Return the number of sent requests.
 
-        If it is smaller, the runtime does not read. Raises Closed.
+        If fewer than all were sent, the runtime does not read. Raises Closed.
         """
         with self._lock:
             if (word := self._board[0]) != self._word_at_send:
@@ -303,9 +309,9 @@ class RuntimeConnection:
             return len(entries)
 
     def mark(self, marks: Sequence[Mark]) -> None:
-        """Announce that some requests, which are sent next, are traced.
+        """Announce the traced requests among the requests that are sent next.
 
-        If the runtime does not read now, they are not traced.
+        If the runtime does not read now, these requests are not traced.
         """
         with suppress(Closed, OSError), self._lock:
             for at in range(0, len(marks), frames.MAX_ENTRIES):
@@ -350,7 +356,7 @@ class RuntimeConnection:
     def _send(self, frame: bytes, patience: float, fds: Sequence[int] = ()) -> bool:
         """Send a frame. Return False if the runtime does not read within `patience` seconds.
 
-        Later frames then do not wait.
+        After that, frames fail at once until the runtime reads again.
         """
         try:
             send(self.sock, frame, fds)
@@ -373,7 +379,7 @@ class RuntimeConnection:
 
     @property
     def closed_by_others(self) -> bool:
-        """True if code of model.py has closed the socket, which is not its own."""
+        """True if code outside of rsrv, for example in model.py, has closed the socket's file descriptor."""
         fd = self.sock.fileno()
         if fd < 0:
             return False
@@ -412,7 +418,7 @@ class RuntimeConnection:
         return tokens
 
     def device_free_in_s(self) -> float:
-        """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free.
+        """Return the predicted seconds until the device has done all of its work, or 0 if the device is free.
 
         Work that is overdue by s seconds is expected to take s more seconds.
         """
@@ -420,7 +426,7 @@ class RuntimeConnection:
         return abs(word - time.monotonic_ns()) / 1e9 if word & 1 else 0.0
 
     def unnoticed_s(self) -> float:
-        """Return for how many seconds the runtime has not responded. 0: it seems to work.
+        """Return for how many seconds the runtime has not responded, or 0 if it seems to work.
 
         A runtime does not respond if it has not noticed requests that were sent here, or if it is idle and its last round is
         more than SILENT_S ago.
@@ -430,26 +436,26 @@ class RuntimeConnection:
         return waiting_s if word & 1 else max(waiting_s, now - word / 1e9 - SILENT_S)
 
     def admission_in_s(self) -> float:
-        """Return the seconds until the runtime would admit a further run of a meta model, as it predicts."""
+        """Return the predicted seconds until the runtime would admit another run of a meta model."""
         return float(self._board[1]) / 1e9
 
     def load_in_s(self, slots: Sequence[int]) -> float:
-        """Return the seconds that the runtime predicts for loading the weights of these models. 0: they are on the device."""
+        """Return the predicted seconds for loading the weights of these models, or 0 if all weights are on the device."""
         return sum(self._board[slot] for slot in slots) / 1e9
 
     def ended_by(self, key: str = "") -> bool:
-        """Return True if executing the model `key` (empty: any model) may have ended the runtime, which is gone."""
+        """Return True if executing the model `key` (empty: any model) may have crashed the runtime."""
         return not self.left and (self._blackbox is None or self._blackbox.is_suspect(key))
 
     @property
     def device_sleeps(self) -> bool:
-        """True if the runtime has ended so that its device sleeps."""
+        """True if the runtime ended because its device was put to sleep."""
         return self._blackbox is not None and self._blackbox.sleeps
 
     def leave_runtime(self) -> None:
-        """Close the socket, because the model falls back to cold.
+        """Close the socket, when the model becomes cold.
 
-        Keep the memory: Triton may still read answers there.
+        The memory stays, because Triton may still read answers from it.
         """
         self.left = True
         self.abandon()
@@ -460,7 +466,10 @@ class RuntimeConnection:
             self._arena.close()
 
     def abandon(self) -> None:
-        """Close only the socket. A forked process calls this, so that the runtime can see the end of its parent."""
+        """Close the socket, but keep the memory.
+
+        A forked child process calls this. If its copy of the socket stayed open, the runtime could not see the parent's end.
+        """
         with suppress(OSError):  # Other code has closed it.
             self.sock.close()
 

@@ -74,7 +74,7 @@ class DeferredRequest:
         raise NotImplementedError
 
     def finish(self, done: Completion) -> None:
-        """Take the runtime's completion of the request."""
+        """Store the outcome that the runtime has sent for the request."""
         raise NotImplementedError
 
     def fail(self, status: Status, text: str) -> None:
@@ -82,7 +82,7 @@ class DeferredRequest:
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of the answer, if it may be sent in two steps."""
+        """Approximate size of the answer in bytes, or 0 if the answer must be sent in one step."""
         return 0
 
     def release(self) -> None:
@@ -103,18 +103,18 @@ class Owner(Protocol[W_contra]):
         """Return the Triton response of a request whose outcome is known. This never raises."""
 
     def rescue(self, work: W_contra) -> None:
-        """Take over a request whose runtime has ended."""
+        """Requeue or fail a request whose runtime has ended."""
 
     def take_token(self, work: W_contra, token: int) -> None:
-        """Take a token of an answer, on the reading thread."""
+        """Handle a token of a generated answer. Called on the reading thread."""
 
     def lost(self, attachment: Attachment, why: object) -> None:
         """Handle the end of an attachment's runtime. This may be called repeatedly."""
 
     def dismissed(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Handle the runtime's request that the model leave.
+        """Disconnect the model from the runtime, which has asked for this with COLD.
 
-        `start_timeout_s` limits how long requests wait for a later start.
+        `start_timeout_s` limits how long requests wait for a later start of the model.
         """
 
     def end(self, text: str) -> None:
@@ -131,7 +131,7 @@ class DeferredReplies(Generic[W]):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
-        #: Number of works that wait or are being done.
+        #: Number of tasks that wait for a sender thread or run on one.
         self._unfinished = 0
         #: For each connection: its pending requests by id, its attachment, and a callback for when none is pending.
         self._connections: dict[RuntimeConnection, dict[int, W]] = {}
@@ -160,8 +160,8 @@ class DeferredReplies(Generic[W]):
     ) -> None:
         """Begin to read a connection of an attachment. Reading also detects a crash of the runtime at once.
 
-        `pending` has the connection's submitted requests by id, and belongs to this object from now on. When the last of them
-        is answered, `when_idle` is called, and the connection is not read here any more.
+        `pending` has the connection's submitted requests by id, and belongs to this object from now on. When the last
+        pending request is answered, `when_idle` is called, and the connection is not read here any more.
         """
         with self._lock:
             self._connections[connection] = pending
@@ -192,20 +192,20 @@ class DeferredReplies(Generic[W]):
             sent = attachment.deferred.submit(submissions, self._owner.pack)
         except (Closed, OSError) as error:
             self.lose(attachment, error)
-            # The runtime is already lost. `lose` fails pending requests, but these requests came too late for it.
+            # `lose` rescues pending requests. These requests are not pending, because the runtime had been lost before.
             if pending is None:
                 self.rescue_all(requests)
             return
         if sent < len(requests):
             with self._lock:
-                # Leave out the requests that have already failed, because another thread has lost the runtime during `submit`.
+                # If another thread has called `lose` during `submit`, it has rescued these requests, so do not fail them.
                 refused = [
                     request for request in requests[sent:] if pending.pop(request.id, None) is not None
                 ]
             self._fail(refused, Status.QUEUE_FULL, STUCK)
 
     def lose(self, attachment: Attachment, why: object) -> None:
-        """Fail all requests of an attachment whose runtime is gone, and make the session reconnect. Thread-safe."""
+        """Rescue all requests of an attachment whose runtime is gone, and make the session reconnect. Thread-safe."""
         if attachment.deferred.closed_by_others or attachment.direct.closed_by_others:
             log.error(
                 "the connection to the runtime was closed by other code of this process: does model.py close all files?"
@@ -225,21 +225,21 @@ class DeferredReplies(Generic[W]):
         self.rescue_all(requests)
 
     def leave(self, attachment: Attachment) -> None:
-        """Leave a runtime that the model does not need any more.
+        """Disconnect from a runtime that the model does not need any more.
 
-        A request that comes at the same time starts the model again.
+        A request that arrives at the same time starts the model again.
         """
         with self._lock:
             requests = self._forget(attachment.deferred)
         for connection in (attachment.direct, attachment.deferred):
             connection.leave_runtime()
         attachment.deferred.close()
-        # The runtime sees the end of the connection only after the reading thread has stopped polling it.
+        # Wake the reading thread: the runtime sees the end of the connection only after this thread has stopped polling it.
         os.eventfd_write(self._wake, 1)
         self.rescue_all(requests.values())
 
     def rescue_all(self, requests: Iterable[W]) -> None:
-        """Let requests wait for another runtime, because their runtime is gone. All of them must have replies."""
+        """Requeue or fail requests whose runtime is gone. All of these requests must have replies."""
         for request in requests:
             self._owner.rescue(request)
 
@@ -262,7 +262,7 @@ class DeferredReplies(Generic[W]):
         self._work.put(work)
 
     def _start_thread(self) -> None:
-        """Start a sender thread. The caller holds the lock. If the system has no thread left, the running threads must suffice."""
+        """Start a sender thread. The caller holds the lock. If no further thread can start, the running threads do the work."""
         try:
             threading.Thread(target=self._send, name="sender", daemon=True).start()
             self._started += 1
@@ -300,7 +300,7 @@ class DeferredReplies(Generic[W]):
             self._owner.end(_BROKEN)
 
     def _round(self) -> None:
-        # Set this before the check, so that a reply that is added in between wakes the thread.
+        # Set this before the check, so that a reply that is added after the check wakes this thread.
         self._asleep = True
         waiting = not self._responses.settled
         self._asleep = not waiting
@@ -375,7 +375,7 @@ class DeferredReplies(Generic[W]):
                 for request in pending.values()
                 if not request.cancelling and now - request.checked > CHECK_PERIOD_S
             ]
-        # Check the requests whose latest check is longest ago, so that each has its turn.
+        # Begin with the requests whose latest check was longest ago, so that every request is checked.
         for request in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
             request.checked = now
             if request.request.reply is not None and request.request.reply.cancelled():

@@ -25,7 +25,7 @@ from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
 _LATE = "the deadline passed, and the model runtime does not answer"
-#: Error text for the client. The model's author can set `restartable: true`.
+#: Error text for clients of meta models without `restartable: true`.
 LOST_TENSOR = (
     "the model runtime ended with a tensor that this request kept on the device; send the request again"
 )
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class DeviceTensor(Elsewhere):
-    """A result on the device: an input of later calls of the same run."""
+    """A result that stays on the device, as an input of later calls of the same run."""
 
     def __init__(self, run: "DirectRun", number: int, tensor: Tensor, rows: int) -> None:
         super().__init__(tensor.shape(rows), NUMPY[tensor.dtype])
@@ -59,7 +59,8 @@ class DeviceTensor(Elsewhere):
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
         tensor_kept = self._tensor
-        # Element types of equal size can be confused, and so can tensors of equal extents with different batch axes.
+        # `check_inputs` has only compared numpy's types and the shapes. It does not see the difference between bf16 and u16, or
+        # between two batch axes.
         if tensor_kept.dtype != tensor.dtype:
             raise invalid(
                 f"input {tensor.name!r} is on the device as {tensor_kept.dtype}, expected {tensor.dtype}"
@@ -81,7 +82,7 @@ class DirectCall:
     callee: Callee
     plan: ExecutionPlan
     client_rows: int | None
-    #: Inputs of the module. They are held until the call has ended, because the runtime reads them.
+    #: Inputs of the module. They are kept at least until the call has ended, because the runtime reads them.
     values: list[Array | DeviceTensor]
     #: Names of the outputs that stay on the device.
     kept: frozenset[str]
@@ -91,14 +92,14 @@ class DirectCall:
     since: float
     #: Span of the call, if it is traced.
     span: OpenSpan | None
-    #: The first outputs in shared memory, as bytes. The runtime sets the first byte when the device gets the call.
+    #: Bytes of the first output in shared memory. Their first byte is 0 until the runtime gives the call to the device.
     marker: Array | None = None
     outcome: Results | RequestFailure | None = None
     future: asyncio.Future[Results] | None = None
 
     @property
     def launched(self) -> bool:
-        """False if no device has received the call. For a call without outputs in shared memory this is unknown, so True."""
+        """False if no device has received the call. True if this is unknown, because the call has no outputs in shared memory."""
         return self.marker is None or bool(self.marker[0])
 
     def end(self, outcome: Results | RequestFailure) -> None:
@@ -137,7 +138,7 @@ class DirectCall:
 
 
 class DirectRun:
-    """One run of a meta model on a connection of its own. Only one thread may use it, except `released`."""
+    """One run of a meta model on a connection of its own. Only one thread may use it, but any thread may append to `released`."""
 
     def __init__(
         self, connection: RuntimeConnection, entrance: Entrance, client_id: str, span: OpenSpan | None = None
@@ -149,7 +150,7 @@ class DirectRun:
         self.token = entrance.run
         self._client_id = client_id
         self.device = 0
-        #: The run's device if the run goes by stage (its callees are on several devices), otherwise None.
+        #: The run's device if the run's callees are on several devices, otherwise None.
         self.stage: int | None = None
         #: True if the run's calls must execute alone, because a runtime died while it executed one of them.
         self.alone = False
@@ -161,16 +162,16 @@ class DirectRun:
         self.entered = False
         #: Calls that have not ended.
         self._calls: dict[int, DirectCall] = {}
-        #: Calls that failed without the runtime. It may still write to their memory.
+        #: Calls that failed before the runtime answered. The runtime may still write to their memory.
         self._lost: list[DirectCall] = []
         self._numbers = itertools.count()
         #: Numbers of device tensors that were garbage-collected.
         self.released: deque[int] = deque()
         #: `broken`: the connection must not be used any more. `down`: it is broken because the runtime is gone.
         self.broken = self.down = False
-        #: True if the device had a call that failed because the runtime is gone.
+        #: True if a call of this run may have crashed the runtime.
         self.suspect = False
-        #: True if a call needed a tensor that another runtime had.
+        #: True if a call needed a tensor that was lost with an earlier runtime.
         self.lacks_tensor = False
         #: The event loop that reads the connection, and the descriptor number that it uses.
         self._listening: tuple[asyncio.AbstractEventLoop, int] | None = None
@@ -213,7 +214,7 @@ class DirectRun:
             self.broken = True
 
     def forget_lost(self) -> None:
-        """Let go of the memory of lost calls. Call this when the connection is closed, because no later call can get that memory."""
+        """Forget the lost calls. Call this when the connection is closed: from then on, no other call can get their memory."""
         # The calls refer to this run, so they would otherwise stay until a garbage collection.
         self._lost.clear()
 
@@ -301,8 +302,8 @@ class DirectRun:
             return value.spot(self, tensor, rows)
         place = self._connection.locate(value)
         if place is None:
-            # Copy an array that is not in this connection's memory: the client sent it, or numpy or an earlier
-            # runtime made it.
+            # Copy an array that is not in this connection's memory, for example an array of numpy, of the client, or of an
+            # earlier connection.
             copy = self._connection.array(value.shape, value.dtype)
             copy[...] = value
             call.values[index], place = copy, self._connection.locate(copy)
@@ -342,7 +343,7 @@ class DirectRun:
     # --- the connection -----------------------------------------------------------------------------------
 
     def receive(self, until_ns: int) -> None:
-        """Wait for a frame of the runtime. Raises RequestFailure if none comes by `until_ns`."""
+        """Wait for a frame of the runtime. Raises RequestFailure if no frame arrives by `until_ns`."""
         left = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _MAX_WAIT_S
         try:
             self._receive(min(left, _MAX_WAIT_S))
@@ -369,16 +370,16 @@ class DirectRun:
             call.end(self._refused or RequestFailure(done.status, done.text))
         else:
             call.end(self._results(call))
-            call.values.clear()  # A call that failed may be repeated.
+            call.values.clear()  # A failed call keeps its inputs, because it may be repeated.
         call.resolve()
 
     def poll(self) -> None:
-        """Check whether the runtime is gone, without waiting."""
+        """Handle a frame that has arrived, without waiting. If the runtime is gone, fail the calls."""
         with suppress(TimeoutError, RequestFailure):
             self._receive(0)
 
     def suspect_calls(self) -> None:
-        """Suspect a call through Triton if the runtime crashed. Only the callee's stub knows if the device had the call."""
+        """Set `suspect` if the runtime crashed. For calls through Triton, only the callee's stub knows if the device had them."""
         self.suspect = self.down and self._connection.ended_by()
 
     def fail(self, failure: RequestFailure) -> None:

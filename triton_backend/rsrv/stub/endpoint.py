@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 _MAX_PLANS = 1024
 #: Maximum number of characters of a hook's message to a client.
 _MAX_MESSAGE = 1000
-#: A hook is assumed to take this many seconds until it is measured. If it takes as long or longer, requests are
-#: preprocessed on other threads than execute()'s.
+#: A hook is assumed to take this many seconds until it is measured. If the preprocess hook takes at least this long for the
+#: requests of a batch, the sender threads call it instead of the thread of execute().
 SLOW_HOOK_S = 0.001
 #: Weight of the latest call in the learned duration of a hook.
 _HOOK_WEIGHT = 0.1
@@ -80,8 +80,8 @@ def fits(dims: Sequence[int], shape: tuple[int, ...]) -> bool:
 class LearnedDuration:
     """An estimate of a duration, learned from measurements.
 
-    Waiting for a processor makes single measurements far longer. No measurement is shorter than the work itself. So a shorter
-    measurement may get a larger weight. A longer measurement is limited to `cap` times the estimate.
+    A measurement can be far too long, because it includes the time of waiting for a processor. It is never shorter than the
+    work itself. So a shorter measurement may get a larger weight. A longer measurement is limited to `cap` times the estimate.
     """
 
     #: The estimate, in seconds.
@@ -112,7 +112,7 @@ class PlannedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """The execution and the memory of requests of certain shapes."""
+    """How requests with certain shapes are executed, and where their tensors lie in shared memory."""
 
     variant: int
     rows: int
@@ -157,7 +157,7 @@ class BadShape(Exception):
 
 
 class WrongAxis(BadShape):
-    """An axis that the model fixes has another size. Neither another number of rows nor another variant would help."""
+    """An axis of fixed size has another size. Neither another number of rows nor another variant would help."""
 
 
 def resolve(
@@ -165,8 +165,8 @@ def resolve(
 ) -> ExecutionPlan:
     """Return the plan for the shapes of the module's inputs, in the order of registration. Raises BadShape.
 
-    The number of rows is the extent of the batch axis, which must be the same in every input, or 1 if no input has a batch
-    axis. `splits` is True if there may be more rows than the largest compiled size has.
+    The number of rows is the extent of the batch axis, which must be equal in all inputs. Without a batch axis, there is one
+    row. If `splits` is True, there may be more rows than the largest compiled size has.
     """
     for index, variant in _variants(interface, shapes):
         if all(fits(t.dims, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
@@ -283,7 +283,7 @@ class Endpoint:
             arrays, seconds = self._run("preprocess", "pre", hook, arrays, client_id, span)
             self.preprocess.learn(seconds)
         inputs, plan = self._plan(arrays, client_id)
-        # A postprocess may restore the number of rows.
+        # A preprocess hook may change the number of rows only if a postprocess hook can restore it.
         if rows not in (None, plan.rows) and self.hooks.preprocess and not self.hooks.postprocess:
             raise self._wrong_input(f"has {plan.rows} rows for a request of {rows}", client_id)
         return inputs, plan
@@ -366,7 +366,7 @@ class Endpoint:
         client_id: str,
         span: OpenSpan | None,
     ) -> tuple[dict[str, Array], float]:
-        """Return a hook's result and its seconds, which are measured even if it raises RequestFailure."""
+        """Call a hook. Return its result and its seconds, which count in the metrics even if the hook fails."""
         started, error = time.perf_counter(), ""
         try:
             result = run_hook(name, hook, arrays, client_id, self._guard)
@@ -407,10 +407,10 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
 def check_results(
     arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str, client_id: str
 ) -> list[Array]:
-    """Return the client's tensors in the order of the interface.
+    """Check tensors that the function `hook` of model.py has returned, and return them in the order of the interface.
 
-    `rows` is the expected number of rows of each tensor, or None for any number. Raises RequestFailure if the function `hook`
-    of model.py returned tensors that do not match for the request `client_id`.
+    `rows` is the expected number of rows of each tensor, or None for any number. `client_id` is the request's id. Raises
+    RequestFailure if a tensor is missing or does not match the interface.
     """
     checked = []
     for wire in outputs:
@@ -446,7 +446,7 @@ def check_results(
 
 
 def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Call a hook with copies of the inputs: it may write to them, and a retry or an alias's shadow reads them again."""
+    """Call a hook with copies of its inputs. A hook may write to them, and a retry or an alias's shadow needs the originals."""
     return hook({name: array.copy() for name, array in arrays.items()})
 
 
@@ -472,7 +472,7 @@ def run_hook(
         try:
             raise hook_raised(name, error, client_id, guard) from None
         finally:
-            # asyncio keeps the error in the frames of its traceback, which hold arrays.
+            # Drop the traceback: its frames hold arrays, and frames of asyncio refer to the error, so this cycle would stay.
             error.__traceback__ = None
 
 
@@ -508,7 +508,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     log.exception(
         "%s: model.py: %s raised", request_name(client_id), name, extra=of_request(client_id, hook=name)
     )
-    # Log no text of the error, because it may contain the request's contents.
+    # The failure's `blame` does not have the error's text, because that text may contain the request's contents.
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename.endswith("/model.py")]
     where = f" at line {lines[-1]} of model.py" if lines else ""

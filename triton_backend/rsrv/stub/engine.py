@@ -48,7 +48,7 @@ _QUEUE_FACTOR = 5
 _SLOW_S = 0.1
 #: Minimum size of the slab for answers in place.
 _MIN_SLAB_BYTES = 64 << 10
-#: Maximum size of this slab that is kept after a large batch.
+#: A slab for answers in place is replaced if it has this many bytes more than eight times what a batch needs.
 _KEEP_SLAB_BYTES = 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
 
@@ -62,7 +62,7 @@ class ModelRequest(DeferredRequest):
     plan: ExecutionPlan | None = None
     #: Step of a sequence, for a stateful model.
     step: SequenceStep | None = None
-    client_rows: int = 0  # Rows as the client counts them, if Triton batches.
+    client_rows: int = 0  # Number of rows of the client's tensors, if Triton batches the model.
     #: Memory of the request's batch. The inputs and outputs lie at the following offsets in its segment.
     slab: Slab | None = None
     inputs_at: int = 0
@@ -127,10 +127,10 @@ class ModelRequest(DeferredRequest):
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of the answer.
+        """Approximate size of the answer in bytes, or 0 for a sub-call.
 
-        It is 0 for a sub-call, because its answer must not be sent in two steps (`Reply.send`): the second step would end the
-        server. So if the answer finds no room, the caller waits until its call times out.
+        The answer to a sub-call must not be sent in two steps (`Reply.send`), because the second step would crash the server.
+        So if shared memory has no room for this answer, the caller waits until its call times out.
         """
         return 0 if self.request.params.run else self.answer_bytes
 
@@ -174,10 +174,10 @@ class Engine(ModelReplica[ModelRequest]):
         self._batched = batched
         #: True if only meta models may call it.
         self._internal = internal
-        #: Large requests in progress. Between two parts, they have nothing in the runtime.
+        #: Large requests in progress. Between two of its parts, the runtime knows nothing of a large request.
         self._large: set[ModelRequest] = set()
-        #: Memory for answers in place. The connection has one batch at a time. When the next batch comes, Triton has copied the
-        #: answers of the previous one.
+        #: Memory for answers in place. It holds one batch at a time. When the next batch arrives, Triton has copied the answers
+        #: of the previous batch.
         self._slab: Slab | None = None
         #: Connection for answers in place. None while it is handed over.
         self._direct: RuntimeConnection | None = None
@@ -196,7 +196,7 @@ class Engine(ModelReplica[ModelRequest]):
 
     def use(self, attachment: Attachment) -> None:
         if self._latest is not self._attachment:
-            self._latest.direct.close()  # The connection's runtime died before execute() used it.
+            self._latest.direct.close()  # This runtime died before execute() used the connection.
         self._latest = attachment
         #: Variant of the request that was read last.
         self._variant = 0
@@ -205,7 +205,7 @@ class Engine(ModelReplica[ModelRequest]):
         self._largest = model.interface.variants[0].sizes[-1]
         self._stateful = model.stateful
         measure = partial(self.meters.hook, model.name)
-        # Triton limits the rows of a request only if it batches the model.
+        # Do not split requests of a model that Triton does not batch, because Triton does not limit their number of rows.
         self._endpoint = Endpoint(
             model.interface,
             self._hooks,
@@ -222,7 +222,7 @@ class Engine(ModelReplica[ModelRequest]):
 
     def close(self, *, direct: bool = True) -> None:
         super().close(direct=direct)
-        # After a runtime's death, this is still the connection to that runtime until execute() uses the next one.
+        # After a runtime has died, `_direct` is the connection to the dead runtime until execute() uses the next runtime.
         if direct and self._direct is not None:
             self._direct.close()
 
@@ -240,7 +240,7 @@ class Engine(ModelReplica[ModelRequest]):
 
     def _rows(self, request: Any) -> int:
         if self._batched:
-            with suppress(Exception):  # The request is refused when it is read.
+            with suppress(Exception):  # A wrong request is refused later, when its inputs are read.
                 tensor = request.inputs()[0]
                 return len(self._tensors.read(tensor, self._inputs[tensor.name()].dtype))
         return 1
@@ -286,8 +286,8 @@ class Engine(ModelReplica[ModelRequest]):
         has_large = len(placed) < len(batch) and any(
             model_request.large is not None for model_request in batch
         )
-        # Submit as many parts as one execution takes. So the device works while later parts are written and earlier
-        # ones are answered.
+        # Submit the requests in groups of the size of one execution. So the device works while later groups are written and
+        # earlier groups are answered.
         step = self._largest
         until = time.monotonic() + MAX_BLOCK_S
         try:
@@ -336,7 +336,7 @@ class Engine(ModelReplica[ModelRequest]):
         batch: list[ModelRequest],
         waiting: dict[int, ModelRequest],
     ) -> None:
-        """Answer the batch after execute() returned. The connection and its memory stay with the waiting requests."""
+        """Answer the batch after execute() returned. Until then, the waiting requests keep the connection and its memory."""
         if not waiting:
             self._defer(batch, waiting)
             return
@@ -435,7 +435,7 @@ class Engine(ModelReplica[ModelRequest]):
             self._process.front.add(part, part.large)
 
     def _outcome_of_part(self, model_request: ModelRequest) -> RequestFailure | Mapping[str, Array]:
-        """Return the outputs of a part, which lie in shared memory until the part is released, or its failure."""
+        """Return the failure of a part, or its outputs. The outputs lie in shared memory until the part is released."""
         request = model_request.request
         if isinstance(request, PartRequest) and request.part.first == 0:
             # `rsrv why` finds the request by its first part.
@@ -479,7 +479,7 @@ class Engine(ModelReplica[ModelRequest]):
             if self._internal and request.failure is None and not request.params.run:
                 request.failure = RequestFailure(Status.NOT_FOUND, _INTERNAL)
             elif request.params.run and request.params.device != self.session.device:
-                # The meta model repeats the call, which starts this model on the run's device.
+                # The run is on another device. The meta model repeats the call, and this starts the model on the run's device.
                 request.failure = request.failure or RequestFailure(Status.RUNTIME_DOWN, DOWN)
             batch.append(ModelRequest(id, request, connection))
         return batch
@@ -535,7 +535,7 @@ class Engine(ModelReplica[ModelRequest]):
         """Read and check a request's tensors. Return the bytes of shared memory that it needs from the offset `at` on."""
         request = model_request.request
         if request.reply is not None and request.reply.sent:
-            raise RequestFailure(Status.DEADLINE, LATE)  # The hook's work would be in vain.
+            raise RequestFailure(Status.DEADLINE, LATE)  # The client has its answer, so skip the hook.
         if request.is_part and isinstance(request, PartRequest):
             model_request.inputs, plan = self._plan_part(request)
         else:

@@ -1,4 +1,4 @@
-"""The thread that owns a model's front. It takes events from an inbox and carries out the instructions that follow.
+"""The thread that owns a model's front. It passes events to the front, and carries out the front's instructions.
 
 No other thread changes the front. Other threads read `FrontLoop.snapshot` and the registration that each session publishes,
 so `execute()` answers the requests of a ready model without this thread.
@@ -62,7 +62,7 @@ class Effects(Protocol):
     """Carries out a front's instructions. Called on the front's thread."""
 
     def connect(self, attempt: Connect) -> None:
-        """Begin an attempt."""
+        """Begin an attempt to reach a runtime and to register the model."""
 
     def submit(self, request: ClientRequest) -> bool:
         """Submit a waiting request to the runtime that answers first. Returns False if no runtime takes it."""
@@ -88,7 +88,7 @@ class Failing(Protocol):
 
 @dataclass(slots=True)
 class _Owed:
-    """Data of the front's thread about a waiting request, or about a run that has asked."""
+    """Data of the front's thread about a waiting request, or about a run that waits in `may_go_on`."""
 
     #: None for a run, because a run gets its answer through `answer`.
     outcomes: Failing | None
@@ -178,8 +178,8 @@ class FrontLoop:
     def record(self, deaths: int, arrays: Mapping[str, Array]) -> None:
         """Record how many runtimes died while they executed these inputs. 0: a request with these inputs was answered.
 
-        The record applies to all requests with equal inputs. So it also applies if a deadline ends a request before its second try
-        and the client sends the same inputs again.
+        The record applies to all requests with equal inputs. So it also applies if a deadline ends a request before its second
+        try, and the client sends the same inputs again.
         """
         self.post(InputsExecuted(digest_of(arrays), deaths))
 
@@ -232,7 +232,7 @@ class FrontLoop:
         if self._effects is not None:
             try:
                 self._effects.refresh()
-            except Exception:  # Time passes nevertheless.
+            except Exception:  # The front must still get TimePassed.
                 log.exception("the placement table cannot be read")
         checks = MAX_CHECKS
         for request in [*self._front.waiting]:
@@ -292,7 +292,7 @@ class FrontLoop:
                 effects.connect(instruction)
             case Submit(request):
                 assert isinstance(request, ClientRequest)
-                # The requests keep their order.
+                # After a refused request, refuse all later ones, so that the requests keep their order.
                 if refused or not self._submit(effects, request):
                     refused.append(request)
             case Refuse(request, status, text):
@@ -312,7 +312,7 @@ class FrontLoop:
         return []
 
     def _submit(self, effects: Effects, request: ClientRequest) -> bool:
-        # Read this first, because the request may come back before `submit` returns.
+        # Remove the entry first, because the request may be added again before `submit` returns.
         owed = self._kept.pop(request)
         try:
             if effects.submit(request):

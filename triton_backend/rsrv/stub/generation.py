@@ -1,7 +1,7 @@
 """A generating model's stub. It answers a request in many responses, each with a token or a piece of text.
 
-The runtime sends tokens as it generates them, and never waits for a client. The unread tokens of a slow client are bounded by
-the answer's limit. Tokens that wait for a sender thread are joined to one piece; responses that were sent wait in Triton.
+The runtime sends tokens as it generates them, and never waits for a client. Tokens that wait for a sender thread are sent as one
+piece. Responses for a slow client wait in Triton. Their number is limited, because each answer has a maximum number of tokens.
 """
 
 import json
@@ -33,7 +33,7 @@ from rsrv.wire.socket import Closed
 #: Seconds that an answer may take if its client sets no deadline. On plain HTTP, Triton does not notice that a client
 #: is gone.
 _DEADLINE_S = 300.0
-#: A prompt with more bytes of text than this for each token of the context is refused before it is tokenized.
+#: Maximum bytes of a prompt's text for each token of the context. A longer prompt is refused before it is tokenized.
 _BYTES_PER_TOKEN = 64
 _DIED = "the model runtime ended after a part of this answer was sent; it is being restarted, ask again for a whole answer"
 _SUB_CALL = (
@@ -71,7 +71,7 @@ class AnswerStream(DeferredRequest):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The prompt in the form in which `FrontLoop.record` takes inputs."""
+        """The prompt as the argument `arrays` of `FrontLoop.record` and `FrontLoop.check`."""
         return {"prompt": np.asarray(self.prompt, np.int32)}
 
     def finish(self, done: Completion) -> None:
@@ -140,7 +140,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             self._deferred.finish(stream)
 
     def _prepare(self, stream: AnswerStream) -> None:
-        """Read and check a request. It has no frame if it generates nothing. Raises RequestFailure."""
+        """Read and check a request, and pack its frame, unless it generates nothing. Raises RequestFailure."""
         request, context = stream.request, self._context
         if request.params.run:
             raise invalid(_SUB_CALL)
@@ -190,7 +190,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         request.rows = 1
 
     def rescue(self, stream: AnswerStream) -> None:
-        """Begin an answer again in another runtime if no part of it was sent. Otherwise, end it."""
+        """Requeue the request for another runtime if no part of its answer was sent. Otherwise, fail it."""
         request = stream.request
         with stream.lock:
             if stream.over:
@@ -208,7 +208,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
     # --- tokens -------------------------------------------------------------------------------------------
 
     def take_token(self, stream: AnswerStream, token: int) -> None:
-        """Take a token from the reading thread."""
+        """Store a token for a sender thread. Called on the reading thread."""
         stream.latest_at = time.perf_counter()
         stream.first_at = stream.first_at or stream.latest_at
         stream.tokens.append(token)

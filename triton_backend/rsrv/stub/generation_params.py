@@ -18,7 +18,7 @@ _MAX_STOP_CHARACTERS = 256
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
 _MAX_RATE = 1000.0
-#: Parameters that any request may have, and that other modules read. Triton takes `id`, a field of `generate`, for a parameter.
+#: Parameters that any request may have, and that other modules read. Triton turns the field `id` of `generate` into a parameter.
 _OTHERS = ("id", *OURS, "reactant_timeout_ns")
 #: Headers of one word that Triton may forward. Other headers contain a hyphen or a capital letter.
 _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
@@ -37,14 +37,15 @@ class GenerationParams(NamedTuple):
     tokens_per_s: float = 0.0  # 0: no rate is asked for
     #: True for a response for each piece, False for one response with the whole answer.
     stream: bool = True
-    #: The text is a whole chat, with marks around contents (rsrv.hooks.text).
+    #: True if the prompt is a whole chat, with delimiters around the contents (rsrv.hooks.text).
     chat: bool = False
-    #: The answer is the prompt's tokens, or the text of tokens. Nothing is generated.
+    #: True if the answer is the prompt's tokens, and nothing is generated.
     tokenize: bool = False
+    #: True if the prompt is a list of tokens, the answer is their text, and nothing is generated.
     detokenize: bool = False
 
 
-#: Type, condition and rule in words of each parameter that is a number.
+#: For each parameter that is a number: its type, a function that checks its value, and the rule in words.
 _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "max_tokens": (int, lambda value: value >= 1, "a whole number from 1 on"),
     "temperature": (float, lambda value: 0 <= value <= _MAX_TEMPERATURE, "a number from 0 (greedy) to 100"),
@@ -97,7 +98,7 @@ def _is_for_others(name: str) -> bool:
 
 
 def _number(value: Any, kind: type) -> float | int | None:
-    """Return a number. It may also be text, because tritonclient sends no floating-point parameters."""
+    """Return `value` as a number, or None. `value` may be text, because tritonclient sends no floating-point parameters."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

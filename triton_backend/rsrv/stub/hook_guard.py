@@ -1,7 +1,7 @@
 """Guards against hooks that go wrong, so that they harm no other model.
 
-A hook that hangs: A thread that executes a hook records this in a slot, and clears the slot afterwards. A request costs no
-more than that. The watching thread checks the slots ten times per timeout. It counts in how many consecutive checks a thread
+A hook that hangs: A thread that executes a hook records this in a slot, and clears the slot afterwards. A request has no
+other costs. The watching thread checks the slots ten times per timeout. It counts in how many consecutive checks a thread
 was in the same interval of a hook. It counts checks and not seconds, because a hook is not to blame for the time in which its
 process was stopped or got no processor. Python cannot end a thread, so the process ends after all requests are answered
 (`DrainAndExit`). A hook that holds the interpreter's lock prevents even that. Then the backstop, a thread in C, ends the
@@ -53,8 +53,8 @@ FREE_DESCRIPTORS = 8
 #: Text for clients of a process whose hooks keep all descriptors.
 KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process may have (ulimit -n); the model is being restarted"
 
-#: Number of threads of rsrv that may start at any time, such as the watching thread, the backstop's, the log's, and the one
-#: that reaches a runtime.
+#: Number of threads of rsrv that may start at any time: for example the threads that watch hooks, write the log, and connect to
+#: a runtime, and the thread of the backstop.
 _MORE_THREADS = 5
 #: Seconds that a draining process may take to answer all requests.
 _DRAIN_S = 5.0
@@ -147,10 +147,10 @@ def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | N
     """Limit the duration of the interpreter's exit, which begins after this call.
 
     The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. Triton waits
-    for it without a limit. So if one of them never returned, the process and its memory would stay forever.
+    for the exit without a limit. So if a handler or a thread never ended, the process and its memory would stay forever.
     """
     lift_limit()
-    # The thread below cannot run while code holds the interpreter's lock.
+    # Arm the backstop as well, because the thread below cannot run while other code holds the interpreter's lock.
     (backstop or Faulthandler()).put_off(_EXIT_S + 1)
 
     def end() -> None:
@@ -177,12 +177,12 @@ class HookInterval:
     request: str
 
 
-#: For each thread, the interval of the last check, and the number of consecutive checks in it.
+#: For each thread, its interval at the last check, and the number of consecutive checks that found this interval.
 Seen = Mapping[int, tuple[HookInterval, int]]
 
 
 def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
-    """Return the intervals and their numbers of checks after one more check. `now` has each thread's present interval."""
+    """Add one check to `before`, and return the result. `now` has each thread's present interval."""
     seen = {}
     for thread, interval in now.items():
         if interval is not None:
@@ -192,7 +192,7 @@ def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
 
 
 def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
-    """Return a thread whose hook has taken longer than the timeout, if there is one."""
+    """Return a thread whose hook has taken longer than the timeout, with its interval, or None."""
     for thread, (interval, checks) in seen.items():
         if checks > CHECKS:  # The whole timeout lies between the first and the last check.
             return thread, interval
@@ -200,7 +200,7 @@ def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread, None if it has ended."""
+    """Return the innermost frame of a thread, or None if the thread has ended."""
     # In CPython before 3.12, a garbage collection inside the call would wait for a lock that the call itself holds.
     enabled = gc.isenabled()
     gc.disable()
@@ -215,7 +215,7 @@ class HookGuard:
     """The guard of one process. Until `start` or `watch`, it only records which thread is in which hook."""
 
     def __init__(self, backstop: Backstop | None = None) -> None:
-        #: Interval of each thread. None: the thread is between intervals.
+        #: Present interval of each thread, or None if the thread is not in a hook or waits inside a hook.
         self._intervals: dict[int, HookInterval | None] = {}
         self._end: Callable[[str], object] = lambda text: None
         self._closed = threading.Event()
@@ -354,5 +354,5 @@ class _SlotContext(AbstractContextManager[None]):
             # This process is a fork of the stub, and it has returned from the hook. It must not continue as the stub.
             os._exit(1)
         before = self._before
-        # If a hook was interrupted, a new interval of it begins now.
+        # If this context was inside a hook, a new interval of that hook begins now.
         self._guard._intervals[self._thread] = before and HookInterval(before.hook, before.request)

@@ -1,6 +1,6 @@
-"""The import of a bundle's `model.py`. It may hang, so it runs on a thread of its own, and the model's load can still fail.
+"""The import of a bundle's `model.py`. It runs on a thread of its own, so that the model's load fails if the import hangs.
 
-An import that takes seconds is reported to the runtime. Triton does not show imports, and opens its ports only
+An import that takes seconds is reported to the runtime, because Triton does not show imports, and opens its ports only
 when all of its first models are loaded.
 """
 
@@ -42,9 +42,9 @@ class HookImport(Generic[T]):
     def __init__(
         self, path: Path, load: Callable[[], T], backstop: Backstop | None = None, more: Iterable[Path] = ()
     ) -> None:
-        """`path` is the file. Without a file there is nothing to wait for.
+        """`load` executes the file `path` and the files `more`.
 
-        `load` executes the file, and the files `more`.
+        If the file `path` does not exist, `load` is called on the caller's thread.
         """
         self._path = path
         self._files = {str(path), *map(str, more)}
@@ -56,9 +56,9 @@ class HookImport(Generic[T]):
         self._began = 0.0
 
     def result(self, session: Session, attachment: Attachment) -> T:
-        """Return the functions of the file, which the first call executes.
+        """Return the functions of the file. The first call executes the file.
 
-        Raises any error of the file, and HookError, for example if the import takes too long.
+        Raises any error of the file. Raises HookError if the import takes too long.
         """
         if not self._path.exists():
             return self._load()
@@ -79,7 +79,7 @@ class HookImport(Generic[T]):
         raise self._hang()
 
     def _reporting(self, session: Session, key: str, stack: ExitStack) -> Callable[[], None]:
-        """Return a function that reports the import to the runtime until the stack is closed, if there is a runtime."""
+        """Return a function that reports the import if a runtime can be reached. Closing `stack` closes the connection for it."""
         connection: RuntimeConnection | None = None
         with suppress(*UNREACHABLE):
             connection = session.open_connection(key)
@@ -92,14 +92,14 @@ class HookImport(Generic[T]):
                 try:
                     connection.report({**Meters().take(), "importing": importing}, REPORT_TIMEOUT_S)
                 except (TimeoutError, *UNREACHABLE):
-                    # Do not connect again, because the backstop comes nearer while this thread waits. The runtime keeps the
+                    # Do not connect again: this takes time, and the backstop is not postponed any more. The runtime keeps the
                     # latest report.
                     connection = None
 
         return report
 
     def _begin(self, report: Callable[[], None]) -> "Future[T]":
-        """Return the result of the import that is in progress. Without one, report and start a new import."""
+        """Return the future of an import that is in progress or has succeeded. Otherwise, report and start a new import."""
         with self._lock:
             result = self._result
             if result is None or (result.done() and result.exception() is not None):
@@ -145,7 +145,7 @@ class HookImport(Generic[T]):
 
 @contextmanager
 def _event_loop() -> Iterator[None]:
-    """Set an event loop for this thread, because the main thread has one. It stays open if model.py keeps it."""
+    """Set an event loop for this thread, because the main thread has one. Afterwards, close it unless model.py keeps it."""
     loop = asyncio.new_event_loop()
     references = sys.getrefcount(loop)
     asyncio.set_event_loop(loop)
@@ -158,10 +158,10 @@ def _event_loop() -> Iterator[None]:
 
 
 def _periods(timeout: float | None) -> Iterable[float]:
-    """Yield the seconds until each check of an import that may take `timeout` seconds. None: without a limit.
+    """Return the seconds to wait before each check of an import. The import may take `timeout` seconds (None: no limit).
 
-    The caller counts checks and not seconds, as `HookGuard` does. So an import is not blamed for the time in which the process was
-    stopped.
+    The caller counts checks and not seconds, as `HookGuard` does. So an import is not blamed for the time in which the process
+    was stopped.
     """
     if timeout is None:
         return itertools.repeat(_REPORT_PERIOD_S)

@@ -53,7 +53,7 @@ class LargeRequest:
         self._outputs: dict[str, Array] = {
             planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in plan.outputs
         }
-        #: Number that the parts have in common in the runtime.
+        #: Number that all parts of this request carry in the runtime.
         self.number = getrandbits(63) | 1
         self._parts = Parts(plan.rows, plan.largest)
 
@@ -62,7 +62,7 @@ class LargeRequest:
         self._submit_next()
 
     def failed(self, request: ClientRequest, failure: RequestFailure) -> RequestFailure:
-        """Return the outcome of a part that fails in the front."""
+        """Return the outcome of a part that the front has failed: the failure."""
         return failure
 
     def has_ended(self) -> bool:
@@ -77,7 +77,7 @@ class LargeRequest:
         }
 
     def take(self, part: RowRange, outcome: RequestFailure | Mapping[str, Array]) -> None:
-        """Take the failure or the outputs of a part. Any thread may call this."""
+        """Copy the outputs of a part, and end the part with its outcome. Any thread may call this."""
         failure = outcome if isinstance(outcome, RequestFailure) else None
         if not isinstance(outcome, RequestFailure):
             try:

@@ -51,17 +51,17 @@ class MetaModel:
     #: Hooks of the callees, by name.
     hooks: Mapping[str, Hooks]
     outputs: Sequence[WireTensor]
-    #: True if Triton batches it.
+    #: True if Triton batches the meta model.
     batched: bool = True
     #: Names of models outside of the runtime, which are called through Triton.
     external: Collection[str] = ()
-    #: True if `run` may begin again after a runtime has died that kept tensors of the run.
+    #: True if `run` may begin again after the death of a runtime that kept tensors of the run.
     restartable: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Idle:
-    """Connections of one attachment that no run uses. The thread that removes a connection alone may use or close it."""
+    """Connections of one attachment that no run uses. Only a thread that has removed a connection may use or close it."""
 
     attachment: Attachment
     callees: Mapping[str, Callee]
@@ -88,7 +88,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._concurrency = settings["concurrency"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if model.external or self._through_triton else None
-        #: True if runs need admission. Runs without callees in the runtime do not use the device, and need none.
+        #: True if runs need admission. Runs that call no models of the runtime need none, because they do not use the device.
         self._gated = bool(model.hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
@@ -117,11 +117,11 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return self._begins_in_s(attachment) + self._run_length.seconds
 
     def _begins_in_s(self, attachment: Attachment) -> float:
-        """Return the seconds until a run that came now would begin."""
+        """Return the seconds until a run that arrived now would begin."""
         free_s = attachment.begins_in_s()
         if not self._gated:
             return free_s
-        # The board's cells count the calls of running runs, and all waiting runs. They do not count the latest runs yet.
+        # The board includes running and waiting runs, but not yet the latest runs. So also count the runs of this stub.
         ahead: int = (len(self._running) + self._deferred.pending) // self._concurrency
         return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
@@ -193,7 +193,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             for _ in running:
                 inbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            # The runs take longer than predicted, so let execute() return.
+            # The runs take longer than predicted. Correct the prediction, and let execute() return.
             self._run_length.seconds = MAX_BLOCK_S
             for meta_request in batch:
                 self._hand_over(meta_request)
@@ -208,7 +208,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             self._deferred.finish(meta_request)
 
     def rescue(self, meta_request: MetaRequest) -> None:
-        # Its run was not admitted before the runtime died.
+        # The run was not admitted before the runtime died.
         self._process.front.add(meta_request.request, self._outcomes)
 
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
@@ -218,7 +218,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     # --- one run, on a sender thread ----------------------------------------------------------------------
 
     def _serve_at_once(self, meta_request: MetaRequest) -> None:
-        """Execute a run that did not wait, and answer its request."""
+        """Execute a run that did not wait for admission, and answer its request."""
         # Set the response before checking for a reply. `_hand_over` makes the reply before it checks for a response, so one of
         # the two threads sees both.
         response = meta_request.response = self._serve(meta_request)
@@ -231,7 +231,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             meta_request.release()
 
     def respond(self, meta_request: MetaRequest) -> Any:
-        """Return the response of a request that was admitted or refused."""
+        """Execute a run that was admitted, or fail a request that was refused. Return the response."""
         if meta_request.request.failure is not None:
             return self._failed(meta_request)
         self._running.add(meta_request)
@@ -299,8 +299,8 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _try_to_enter(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Return a place for a run that begins on this device. None: the runtime is gone. Raises RequestFailure.
 
-        If the callees are on several devices, each of these devices must admit the run. The run asks them in ascending order,
-        beginning here. Otherwise two runs could wait for each other's places forever.
+        If the callees are on several devices, each of these devices must admit the run. The run enters the devices in ascending
+        order, beginning with this device. Otherwise, two runs could wait for each other forever.
         """
         place = RunPlace(meta_request.request.params.deadline_ns)
         try:
@@ -405,10 +405,10 @@ class MetaEngine(ModelReplica[MetaRequest]):
     # --- connections --------------------------------------------------------------------------------------
 
     def _take_connection(self, meta_request: MetaRequest) -> tuple[RuntimeConnection, Mapping[str, Callee]]:
-        """Return a connection for a run, and the callees there."""
+        """Return a connection for a run, and the callees on its device."""
         idle = self._idle
         if idle is None or idle.attachment is not meta_request.attachment:
-            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # The request came for a runtime that has ended.
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # The request is for a runtime that has ended.
         with suppress(IndexError):
             return idle.connections.pop(), idle.callees
         try:
@@ -427,7 +427,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def _withdraw(self, meta_request: MetaRequest, status: Status) -> None:
-        """End an admitted run that has no connection of its own. The connection of its ENTER reports the end."""
+        """End an admitted run that has no working connection of its own. Report the end on the connection of its ENTER."""
         if meta_request.admitted:
             try:
                 # Do not wait, because execute() also sends on that connection.
@@ -439,7 +439,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _release(
         self, meta_request: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status
     ) -> None:
-        """Take back the connection of a run. The run has ended with `status`."""
+        """Keep the connection of a run for the next run, or close it. The run has ended with `status`."""
         if run.broken:
             self._withdraw(meta_request, status)
         else:

@@ -61,7 +61,10 @@ class MetaModelStub(ModelStub):
 def _make_bls(
     pb_utils: Any, tensors: Tensors, most: int, carried_only: Sequence[str], settings: dict[str, Any]
 ) -> Bls:
-    """Make the calls through Triton. `carried_only` are callees that Triton does not know. Raises HookError."""
+    """Make the object that calls models through Triton. Raises HookError.
+
+    `most` limits the calls in flight. `carried_only` are callees that are not in the model repository.
+    """
     if carried_only and settings["transport"] == "bls":
         raise HookError(
             f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class MetaRequest(DeferredRequest):
-    """One request of a meta model in the stub. If it has to wait, it has the id and the connection of its ENTER."""
+    """One request of a meta model in the stub. If it waits for admission, `id` and `connection` belong to its ENTER."""
 
     #: Attachment of the engine that serves the request.
     attachment: Attachment = field(kw_only=True)
@@ -80,17 +80,17 @@ class MetaRequest(DeferredRequest):
 
 
 class RunPlace:
-    """A run's place on one device, or on several devices by stage. It lasts until the run or one of the runtimes ends."""
+    """The device or the devices that have admitted a run. A place lasts until the run or a runtime of the place ends."""
 
     def __init__(self, deadline_ns: int) -> None:
-        #: The run on the device of each callee, and the callee there, by name.
+        #: For each callee by name: the run on the device of the callee, and the callee on this device.
         self.callees: dict[str, tuple[DirectRun, Callee]] = {}
         self._until_ns = grace(deadline_ns)
         self._runs: list[DirectRun] = []
         self._ends: list[Callable[[Status], object]] = []
 
     def add(self, run: DirectRun, end: Callable[[Status], object]) -> None:
-        """Add a device. `end` releases its connection."""
+        """Add the run on a further device. `end` releases the connection for it."""
         self._runs.append(run)
         self._ends.append(end)
 
@@ -108,7 +108,7 @@ class RunPlace:
 
     @property
     def suspect(self) -> bool:
-        """True if a device was executing one of the run's calls when its runtime died."""
+        """True if a call of the run may have crashed a runtime."""
         return any(run.suspect for run in self._runs)
 
     def poll(self) -> None:
@@ -117,14 +117,14 @@ class RunPlace:
             run.poll()
 
     def leave(self, status: Status) -> None:
-        """End the run on these devices, after its calls there."""
+        """Wait for the calls of the run, and end the run on all devices of this place."""
         for run in reversed(self._runs):
             run.leave(status, self._until_ns)
 
     def abandon(self) -> None:
-        """End the run on devices whose runtime still lives.
+        """End the run on the devices whose runtime still works.
 
-        Its connections stay open, because they hold the memory of calls that will be repeated.
+        The run's connections stay open, because they hold the memory of calls that will be repeated.
         """
         self.leave(Status.RUNTIME_DOWN)
         for run in self._runs:
@@ -137,7 +137,7 @@ class RunPlace:
 
 
 class PlacedRun:
-    """A run with its current place. If a runtime there dies, the run gets another place.
+    """A run with its current place. If a runtime of this place dies, the run gets another place.
 
     `enter` returns a place, or None if there is no runtime now.
     """
@@ -159,14 +159,14 @@ class PlacedRun:
         self._moved = False
 
     def begin(self, first: RunPlace | None) -> None:
-        """Take the first place. None: its runtime has died. Raises RequestFailure if there will be no other place."""
+        """Begin at the place `first`. If it is None, wait for a place. Raises RequestFailure if the run cannot wait longer."""
         self._place = first
         while self._place is None:
             if self.renew() is None:
                 time.sleep(TICK_S)
 
     def begins_again(self) -> bool:
-        """Return whether `run` must begin again to recover tensors of a dead runtime. Forget earlier losses."""
+        """Return whether `run` must begin again, because tensors were lost with a dead runtime. Forget this loss."""
         needed = self._moved and self.place.first.lacks_tensor
         self._moved = self.place.first.lacks_tensor = False
         return needed
@@ -179,8 +179,8 @@ class PlacedRun:
     def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
         """Return True if a call at a place failed because a runtime died.
 
-        This includes the status NOT_FOUND: a callee's stub that is called through Triton may ask the next runtime, which does not
-        know the run.
+        This includes the status NOT_FOUND: a callee's stub that is called through Triton may send the call to the next runtime,
+        which does not know the run.
         """
         if failure.status not in (Status.RUNTIME_DOWN, Status.NOT_FOUND):
             return False
@@ -188,9 +188,9 @@ class PlacedRun:
         return place is not self._place or place.down
 
     def renew(self) -> RunPlace | None:
-        """Return the place where calls are repeated. If the current place was lost, it is a new one. None: there is none yet.
+        """Return the place where lost calls must be repeated, or None if the run must wait for a place.
 
-        Raises RequestFailure if the run cannot wait longer.
+        If a runtime of the current place has died, this is a new place. Raises RequestFailure if the run cannot wait longer.
         """
         lost, request = self._place, self._one.request
         is_lost = lost is None or lost.down
@@ -233,7 +233,7 @@ Start = Callable[[DirectRun, Callee], Pending]
 
 
 class RepeatedCall:
-    """A sub-call in a runtime that is repeated if the runtime dies. It implements `Pending`."""
+    """A sub-call to a runtime. If the runtime dies, the sub-call is repeated. It implements `Pending`."""
 
     def __init__(self, run: PlacedRun, name: str, sent: DirectCall | Start) -> None:
         self._run = run
@@ -279,7 +279,7 @@ class RepeatedCall:
         if self._run.is_lost(self._place, failure):
             self._place.callees[self._name][0].suspect_calls()
             return True
-        # The callee's stub may have lost the runtime first, or may not have reached the next one yet.
+        # The callee's stub may have lost the runtime earlier than this stub, or may not have reached the next runtime yet.
         return failure.status is Status.RUNTIME_DOWN and failure.text == DOWN
 
     def _is_sent_again(self) -> bool:
@@ -343,7 +343,7 @@ class CallRouter:
                 Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
             )
         if place.by_stage:
-            # Check this again, because the next stage may have another device.
+            # Check `keep`, but keep nothing on the device, because the next callee may be on another device.
             check_keep(place.callees[name][1], keep)
             keep = False
         if self._through_triton:

@@ -26,14 +26,14 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class Meters:
-    """Measurements since the last report. The event `some` is set if there are any. Thread-safe."""
+    """Measurements since the last report. The event `some` is set while there is something to report. Thread-safe."""
 
     def __init__(self) -> None:
         self.some = threading.Event()
         #: Guards the measurements and the spans.
         self._lock = threading.Lock()
         self.spans = Spans(self.some.set, self._lock)
-        #: The alias by which the requests came. Empty: the model's own name.
+        #: The alias that the requests name, or "" if they name the model itself.
         self.alias = ""
         #: True if the requests are copies for a shadow, so no client gets an answer.
         self.copies = False
@@ -46,9 +46,9 @@ class Meters:
         self._hooks: dict[tuple[str, str], Histogram] = {}
         #: Answers to copies of an alias's requests, by outcome.
         self._shadows: Counter[str] = Counter()
-        #: Seconds, number and arrival of the slowest requests, as a heap.
+        #: Duration in seconds, number and arrival of each of the slowest requests, as a heap.
         self._slow: list[tuple[float, int, float]] = []
-        #: Reason why the latest request failed.
+        #: Reason of the latest failure.
         self._failure = ""
 
     def answered(self, status: Status, since: float, number: int = -1) -> None:
@@ -97,8 +97,10 @@ class Meters:
         requests: histogram of seconds from a request's arrival to its answer.
         responses: number of answers by status, in lower case.
         hooks: histograms of seconds by model (this one, or one that the meta model calls) and by hook (pre, post, run).
-        slow: number of the submission, arrival and answer of the slowest requests, in seconds of CLOCK_MONOTONIC. Optional.
-        alias, shadows: name that the clients used, and answers to copies of requests by outcome. Optional.
+        slow: for each of the slowest requests, the number of its submission, and the times of its arrival and of its answer in
+            seconds of CLOCK_MONOTONIC.
+        alias: the alias that the clients used. Optional.
+        shadows: number of answers to copies of requests, by outcome. Present with `alias`.
         failure: why the latest answer with the status INTERNAL failed, without contents of requests. Optional.
 
         `rsrv.stub.hook_import` adds `importing` while it imports model.py: the seconds so far, and the line, or 0 if the line is
@@ -129,7 +131,7 @@ class Meters:
 class Reporting:
     """A thread that reports until `close`.
 
-    It has its own connection, so its failures lose counts but no requests.
+    It has its own connection, so if reporting fails, measurements are lost, but no requests.
     """
 
     def __init__(self, session: Session, meters: Meters, *, period: float = REPORT_PERIOD_S) -> None:

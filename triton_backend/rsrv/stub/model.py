@@ -44,12 +44,12 @@ _DTYPES = {
 class ModelStub:
     """One model's stub. `Engine` and the runtime do its work.
 
-    Triton 26.03 and later would call `is_ready` before each BLS call. The stub does not have it: while the runtime restarts,
-    requests wait here, so the stub is ready as long as it lives.
+    Triton 26.03 and later would call `is_ready` before each BLS call. The stub does not define this method: while the runtime
+    restarts, requests wait in the stub, so the stub is ready as long as its process runs.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Return when the model is ready or cold. The first request starts a cold model.
+        """Load the model. Return when it is ready or cold. The first request starts a cold model.
 
         Raises TritonModelException with the reason if the model cannot be loaded.
         """
@@ -81,7 +81,7 @@ class ModelStub:
 
 
 def end_if_orphaned(pid: int, leave: Callable[[int], object] = os._exit) -> None:
-    """If the server has ended, remove the shared memory of this stub and end its process. Triton's code would wait forever."""
+    """If the server has ended, remove this stub's shared memory and end the process. Otherwise, Triton's code waits forever."""
     command = StubCommand.read(pid)
     if command is not None and not start_time(command.server):
         remove_regions([command.region])
@@ -100,9 +100,9 @@ class ServedModel(Protocol):
 def serve_model(
     setup: "Setup", process: StubProcess, pb_utils: Any, hooks: HookImport[Hooks] | None = None
 ) -> Replicas:
-    """Return a model that is not a meta model. It is ready or cold.
+    """Load a model that is not a meta model, and return it when it is ready or cold.
 
-    `hooks` is the import of its `model.py`. A caller that makes several attempts passes the same import to each.
+    `hooks` is the import of its `model.py`. A caller that makes several attempts passes the same import to each attempt.
 
     Raises one of UNREACHABLE, BrokenPairing, HookError.
     """
@@ -119,8 +119,8 @@ def serve_model(
             made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
             replica = GenerationEngine(session, attachment, process, made)
         else:
-            # A generating model is not checked here: the strings that say why a generation ended can be made even where numpy
-            # cannot carry text.
+            # The outputs of a generating model are not checked. If it generates text, its input is also text, and was checked.
+            # Otherwise, `finish_reason` is its only string output, and it leaves this output out if numpy cannot carry text.
             check_strings(setup.config["output"], process.tensors)
             internal = "rsrv_internal" in setup.config["parameters"]
             setup_hooks = hooks.result(session, attachment)
@@ -146,7 +146,7 @@ def import_hooks(bundle: Path) -> HookImport[Hooks]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Triton's arguments of a stub that starts."""
+    """Settings of a stub, from the arguments that Triton passes at its start."""
 
     name: str
     #: Content of config.pbtxt.
@@ -177,7 +177,7 @@ class Setup:
         callees: Iterable[str] = (),
         calls: Mapping[str, str] | None = None,
     ) -> Replicas:
-        """Return the model, ready or cold. `make` makes its replicas.
+        """Load the model, and return it when it is ready or cold. `make` makes its replicas.
 
         `callees` are the models that a meta model calls, and `calls` are their bundles by name. Hooks are imported only in
         `make`, because a cold model does not need them. Raises one of UNREACHABLE, and the errors of `make`.
@@ -217,7 +217,7 @@ class Setup:
 
 def _become_child(process: StubProcess) -> None:
     """Prepare a process that a hook has forked, such as a worker of a Pool."""
-    # The runtime must notice the end of the stub, although this child process lives on.
+    # The runtime must notice the end of the stub even if this child process still runs.
     process.abandon()
     # Triton's stub ignores these signals, but Python ends the workers of a Pool with them.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -225,7 +225,7 @@ def _become_child(process: StubProcess) -> None:
 
 
 def _use_utf8() -> None:
-    """Read and write text in UTF-8, as Python does by default. Triton starts the Python of its stubs in ASCII.
+    """Make this process read and write text in UTF-8, as Python does by default. Triton starts its stubs with ASCII.
 
     The encoding of file names stays ASCII, because it is fixed when Python starts.
     """
@@ -246,7 +246,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     logs.setup(model=name)
     config = json.loads(args["model_config"])
     if (count := instances(config)) > 1:
-        # The runtime would count each request once per process, and would not notice the crash of one process.
+        # With several processes, the runtime would count each request several times, and would not notice the crash of one.
         raise pb_utils.TritonModelException(
             f"{name}: instance_group in {args['model_repository']}/config.pbtxt makes {count} instances, and rsrv "
             "serves a model from one. The runtime executes requests of one instance together: set count to 1 in a "
@@ -265,7 +265,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
         directory / args["model_version"] / "bundle",
         [_wire(tensor, batched) for tensor in config["output"]],
         batched,
-        # The runtime ends with the server.
+        # A runtime that the launcher starts ends with the server.
         Launcher(
             server,
             args["model_instance_device_id"],
@@ -278,7 +278,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
 
 
 def instances(config: Mapping[str, Any]) -> int:
-    """Return how many processes Triton starts for the model. A group has `count` on each of its `gpus`, if it has any."""
+    """Return how many processes Triton starts for the model: for each group `count`, or `count` on each of its `gpus`."""
     groups = config["instance_group"]
     return sum(int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups)
 

@@ -88,7 +88,7 @@ class ModelReplica(ABC, Generic[W]):
         self._deferred: DeferredReplies[W] = DeferredReplies(self, process.responses, threads)
         #: Answers Triton's requests, like `EntryPoint.execute`.
         self.execute = self._entry(self._answer)
-        #: Answers Triton's requests after execute() returned. If it returns a list, the caller must send these failures.
+        #: Answers Triton's requests after execute() returned. If the result is a list, it has failures that the caller must send.
         self.execute_later = self._entry(partial(self._answer, at_once=False))
 
     def _entry(self, answer: Answer) -> Callable[[Sequence[Any]], list[Any] | None]:
@@ -106,12 +106,12 @@ class ModelReplica(ABC, Generic[W]):
         self._deferred.watch(attachment, attachment.deferred, {})
 
     def answers_in_s(self) -> float:
-        """Return the seconds until the device would answer a batch that came now. Infinite without a runtime that reads."""
+        """Return the seconds until the device would answer a batch that arrived now. Infinite without a runtime that reads."""
         attachment = self.session.reading
         return inf if attachment is None else self._answers_in_s(attachment)
 
     def forecast(self) -> Forecast | None:
-        """Return the device's expected work. None without a runtime that reads, or if batches are not divided."""
+        """Return the device's expected work, or None if no runtime reads, or if batches of this model are not divided."""
         attachment = self.session.reading
         return None if attachment is None else self._forecast(attachment)
 
@@ -139,7 +139,7 @@ class ModelReplica(ABC, Generic[W]):
         return self._deferred.idle
 
     def leave(self) -> bool:
-        """Leave the runtime of an idle model. Return False if requests are in flight. The model then stays."""
+        """Disconnect an idle model from its runtime. Return False if requests are in flight: the model then stays connected."""
         attachment = self.session.attachment
         if attachment is None or not self.idle or not self._executing.acquire(blocking=False):
             return False
@@ -149,7 +149,7 @@ class ModelReplica(ABC, Generic[W]):
             self._executing.release()
 
     def close(self, *, direct: bool = True) -> None:
-        """Fail the requests that the runtime has, and detach. `direct` is as in `Session.close`."""
+        """Fail the requests that the runtime has not answered, and disconnect. `direct` is as in `Session.close`."""
         self._deferred.close()
         self.session.close(direct=direct)
 
@@ -163,7 +163,7 @@ class ModelReplica(ABC, Generic[W]):
             return None
 
     def _leave(self, attachment: Attachment) -> bool:
-        """Leave the runtime as `leave` does. The caller holds `_executing`."""
+        """Disconnect as `leave` does. The caller holds `_executing`."""
         self.session.attachment = None
         self._deferred.leave(attachment)
         return True
@@ -171,13 +171,13 @@ class ModelReplica(ABC, Generic[W]):
     # --- methods that `DeferredReplies` calls -----------------------------------------------------
 
     def lost(self, attachment: Attachment, why: object) -> None:
-        """Report that the runtime of an attachment is gone."""
+        """Report to the front that the runtime of an attachment is gone."""
         sleeps = attachment.deferred.device_sleeps
         # Post the text only: an exception's traceback would keep the connection and its memory.
         self._process.front.post(partial(self._lose, attachment, str(why), sleeps=sleeps))
 
     def _lose(self, attachment: Attachment, why: str, *, sleeps: bool) -> None:
-        """Detach from a runtime that has ended. Only the front's thread calls this, because only it sets the attachment."""
+        """Detach from a runtime that has ended. Called on the front's thread, which sets the attachment."""
         if self.session.attachment is not attachment:
             return
         self.session.attachment = None
@@ -187,7 +187,7 @@ class ModelReplica(ABC, Generic[W]):
         self._process.front.handle(RuntimeLost(self.session.device, sleeps))
 
     def dismissed(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Report that the runtime asks the model to leave."""
+        """Report to the front that the runtime has asked the model to disconnect."""
         self._process.front.post(StartTimeoutKnown(start_timeout_s))
         self._process.front.post(Dismissed(self.session.device))
 
@@ -196,7 +196,7 @@ class ModelReplica(ABC, Generic[W]):
         self._process.end(text)
 
     def take_token(self, work: W, token: int) -> None:
-        """Take a token of an answer. Only models that generate get tokens."""
+        """Do nothing: only a model that generates tokens gets them."""
 
     @abstractmethod
     def pack(self, entries: Sequence[Any]) -> bytes:
@@ -204,11 +204,11 @@ class ModelReplica(ABC, Generic[W]):
 
     @abstractmethod
     def _answers_in_s(self, attachment: Attachment) -> float:
-        """Return `answers_in_s` of a runtime that reads."""
+        """Compute `answers_in_s` for a runtime that reads."""
 
     @abstractmethod
     def _forecast(self, attachment: Attachment) -> Forecast | None:
-        """Return `forecast` of a runtime that reads."""
+        """Compute `forecast` for a runtime that reads."""
 
     @abstractmethod
     def _answer_by(

@@ -1,4 +1,4 @@
-"""A model on all devices of its server. It has a replica on each device, and chooses the one that answers a batch."""
+"""A model on all devices of its server. It has a replica on each device, and chooses the replica that answers a batch."""
 
 import logging
 import threading
@@ -49,13 +49,13 @@ _ANSWERS_IN_S = methodcaller("answers_in_s")
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The replicas that may answer by the placement table. A change of the replicas or of the table makes a new object."""
+    """The replicas that may answer by the placement table. When the replicas or the table change, a new object is made."""
 
     #: Replicas by device, in the model's order of preference.
     replicas: Mapping[int, ModelReplica[Any]]
-    #: Devices of the placement table.
+    #: Bit mask of the model's devices in the placement table, with the bit PINNED.
     mask: int
-    #: Devices of the models that a meta model calls, by name.
+    #: For a meta model: bit mask of the devices of each callee, by name.
     callees: Mapping[str, int]
     #: Replicas on devices of the table.
     allowed: Sequence[ModelReplica[Any]]
@@ -63,7 +63,7 @@ class _Candidates:
     others: Sequence[ModelReplica[Any]]
     #: True if no device outside the table may answer.
     pinned: bool
-    #: Equal to `callees` if no device has all callees, so that runs go by stage. Otherwise empty.
+    #: Equal to `callees` if no device has all callees, so that a run uses several devices. Otherwise empty.
     apart: Mapping[str, int]
 
     @classmethod
@@ -78,7 +78,7 @@ class _Candidates:
         ]
         chosen = allowed(together or devices, mask)
         remaining = [replicas[device] for device in devices if device not in chosen]
-        # On another device, a meta model would need the weights of all models that it calls.
+        # A meta model stays on its devices: another device would need the weights of all models that it calls.
         pinned = bool(mask & PINNED or callees)
         apart = {} if together else callees
         return cls(replicas, mask, callees, [replicas[device] for device in chosen], remaining, pinned, apart)
@@ -87,10 +87,10 @@ class _Candidates:
 class Replicas:
     """Answers Triton's requests for one model on all devices of the server, and carries out its front's instructions.
 
-    The placement table names the devices on which the model should run. A batch goes to the one of these devices that is expected
-    to answer first. Another device gets the batch if it would answer far sooner and the model is not pinned. Without a table, the
-    model's name determines its home device, so that the models of a quiet server are spread over the devices. Another device gets a
-    batch if it would answer sooner.
+    The placement table names the devices on which the model should run. A batch is sent to the one of these devices that is
+    expected to answer first. Another device gets the batch if it would answer far sooner and the model is not pinned. Without a
+    table, the model's name determines its home device, so that the models of a quiet server are spread over the devices. Another
+    device gets a batch if it would answer sooner.
 
     Until its first request, a cold model has no replica, no hooks and no connection here.
     """
@@ -127,14 +127,14 @@ class Replicas:
         self._sessions: dict[int, Session] = {}
         #: Latest error of each device's attempts.
         self._errors: dict[int, BaseException] = {}
-        #: Replicas by device, in the model's order of preference. The front's thread replaces the mapping, and nobody changes
-        #: it.
+        #: Replicas by device, in the model's order of preference. The front's thread replaces the mapping. No mapping is changed
+        #: after that.
         self._replicas: Mapping[int, ModelReplica[Any]] = {}
         self._first: ModelReplica[Any] | None = None
         self._reporting: list[Reporting] = []
         self._outcomes = Outcomes(Meters(), process.responses)
         self._is_loading = True
-        #: Answers Triton's requests, as `EntryPoint.execute`. Until a device serves the model, they wait.
+        #: Answers Triton's requests, as `EntryPoint.execute`. Until a device serves the model, the requests wait.
         self.execute: Callable[[Sequence[Any]], list[Any] | None] = EntryPoint(
             self._wait, self._outcomes, self._reply, process.end
         ).execute
@@ -149,7 +149,7 @@ class Replicas:
         """Wait until a device serves the model, or until the model is known to be cold.
 
         The first device compiles the model alone. The other devices start after it and find the compiled modules in the
-        cache. If a device does not serve the model, the other devices do, and the front tries that device again.
+        cache. If a device fails to serve the model, the other devices serve it, and the front retries that device.
         Raises one of UNREACHABLE, HookError, or an error of model.py. After an error, the model is closed.
         """
         try:
@@ -172,14 +172,14 @@ class Replicas:
             if view.state is ServingState.READY:
                 return True
             if view.state is ServingState.COLD:
-                # A request may start the model on any device, and the first runtime may have found further devices.
+                # Report devices that the first runtime has found, because a request may start the model on any device.
                 self._front.post(DevicesKnown(self._devices()))
                 return False
             failures[device] = self._errors[device]
             if view.barred:  # The model has ended a runtime and would also end the others.
                 break
             device += 1
-        # While the last devices were tried, the front has tried the first ones again. One of them may serve the model now.
+        # While the last devices were tried, the front has retried the first devices. One of these may serve the model now.
         if any(view.state is ServingState.READY for view in self._front.snapshot.devices.values()):
             return True
         if len({str(failure) for failure in failures.values()}) == 1:
@@ -187,7 +187,7 @@ class Replicas:
         raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in failures.items()))
 
     def _await_attempt(self, device: int) -> DeviceView:
-        """Return the view of a device after its first attempt. If runtimes end during the attempts, more attempts follow."""
+        """Wait for the end of a device's first attempt, and return its view. If a runtime ends, wait for further attempts."""
         ended = {ServingState.READY, ServingState.COLD, ServingState.REJECTED}
         while True:
             self._front.changed.clear()
@@ -212,7 +212,7 @@ class Replicas:
         device = attempt.device
         session = self._sessions.get(device)
         if session is None:
-            # A hook may fork during the attempt.
+            # Add the session before the attempt: if a hook forks during the attempt, the child process must close its sockets.
             session = self._sessions[device] = self._open_session(device)
             self._process.sessions.append(session)
         try:
@@ -247,7 +247,7 @@ class Replicas:
             self._process.end(text)
 
     def refresh(self) -> None:
-        """Report changes of the placement table."""
+        """Read the placement table, and report a change to the front."""
         self._choose_among()
 
     # --- attempts, each on a thread -------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Replicas:
         self._front.post(StepAnnounced(device, step))
 
     def _fail(self, device: int, error: BaseException, *, is_made: bool = False) -> None:
-        """Report a failed attempt to the front. `is_made` is True if the runtime had the model ready."""
+        """Report a failed attempt to the front. `is_made` is True if the runtime had registered the model."""
         self._errors[device] = error
         event: ModelRejected | Unreached
         match error:
@@ -300,7 +300,7 @@ class Replicas:
         self._front.post(event)
 
     def _register(self, session: Session, attachment: Attachment, made: ModelReplica[Any] | None) -> None:
-        """Let requests use a new registration. Called on the front's thread."""
+        """Publish a new registration, so that requests use it. Called on the front's thread."""
         device = session.device
         if self._front.is_closed:
             attachment.close()
@@ -312,7 +312,7 @@ class Replicas:
                 self._add(device, attachment, made)
             else:
                 self._replicas[device].use(attachment)
-            # Watch before `publish` lets requests come. Otherwise, nothing would read their answers.
+            # Watch first: after `publish`, requests are submitted, and a thread must read their answers.
             self._replicas[device].watch(attachment)
             session.publish(attachment)
         except Exception as error:
@@ -325,7 +325,7 @@ class Replicas:
         self._front.handle(Registered(device, attachment.direct.devices, retry_s))
 
     def _add(self, device: int, attachment: Attachment, replica: ModelReplica[Any]) -> None:
-        """Add a replica. The first one decides how requests are answered, and sets the limits of hooks."""
+        """Add a replica. For the first replica, choose how requests are answered, and set the limits of hooks."""
         count = attachment.direct.devices
         all_replicas = {**self._replicas, device: replica}
         self._replicas = {
@@ -348,7 +348,7 @@ class Replicas:
             self.execute = replica.execute
 
     def _report(self, replica: ModelReplica[Any]) -> None:
-        """Report a replica's measurements to its runtime."""
+        """Start to report a replica's measurements to its runtime."""
         self._reporting.append(Reporting(replica.session, replica.meters))
 
     # --- requests -----------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Replicas:
         request.open_reply(self._responses)
 
     def _choose_among(self) -> _Candidates:
-        """Return the replicas that may answer by the current placement table."""
+        """Return the replicas that may answer by the current placement table. If the table has changed, inform the front."""
         choice, placement = self._choice, self._placement
         mask, callees = choice.mask, choice.callees
         if placement is not None:
@@ -403,9 +403,9 @@ class Replicas:
         return chosen.execute(requests)
 
     def _answer(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> list[Any] | None:
-        """Answer the parts of a batch, given with their replicas.
+        """Answer a batch. `shares` has pairs of a replica and its part of the batch.
 
-        If there are several parts, all of them are answered later, because a list that execute() returns must be complete.
+        If there are several parts, all of them are answered later, because execute() must return all answers or none.
         """
         if len(shares) == 1:
             return shares[0][0].execute(shares[0][1])
@@ -413,7 +413,7 @@ class Replicas:
         return None
 
     def _begin_stages(self, choice: _Candidates) -> ModelReplica[Any]:
-        """Return the live replica on the lowest device where a run whose callees are on several devices may call a model."""
+        """Return where a run begins if its callees are on several devices: the live replica on the lowest device of a callee."""
         live = {
             number: replica for number, replica in choice.replicas.items() if replica.answers_in_s() < inf
         }
@@ -423,8 +423,8 @@ class Replicas:
     def stages(self, device: int) -> dict[str, ModelReplica[Any]]:
         """Return the replicas for the calls of a run that begins on `device`, as `Placed.stages`.
 
-        Each is the replica that would begin the call first. Devices before `device` are left out, because runs enter devices in
-        ascending order.
+        For each callee, this is the replica that would begin the call first. Devices before `device` are left out, because runs
+        enter devices in ascending order.
         """
         stages: dict[str, ModelReplica[Any]] = {}
         for name, mask in self._choice.apart.items():
@@ -506,7 +506,7 @@ class Replicas:
     # --- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail the requests that wait, and detach."""
+        """Fail the waiting requests, and disconnect from all runtimes."""
         self._front.close()
         if self._first is not None:  # A model without a replica has never used the guard.
             self._process.guard.close()
@@ -521,7 +521,7 @@ class Replicas:
 def _cut(
     requests: Sequence[Any], chosen: ModelReplica[Any], further: Sequence[ModelReplica[Any]]
 ) -> list[tuple[ModelReplica[Any], list[Any]]]:
-    """Divide a batch among the chosen replica and the warm ones of `further`. Return each share with its replica.
+    """Divide a batch among the chosen replica and the warm replicas of `further`. Return each share with its replica.
 
     If the chosen replica alone would answer just as soon, there is only one share.
     """

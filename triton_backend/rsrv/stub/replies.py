@@ -20,9 +20,9 @@ _TAG = re.compile(
 #: Parameter of a response: the request's number, for `rsrv why NUMBER`.
 NUMBER = "rsrv_request"
 
-#: An answer with more bytes than this may not find room in Triton's shared memory (64 MB in a container by default).
+#: An answer with more bytes than this may not fit into Triton's shared memory (64 MB in a container by default).
 _LARGE_BYTES = 256 * 1024
-#: A large answer is sent in one step only if the free part of that memory has room for this many of it, because other answers
+#: A large answer is sent in one step only if Triton's shared memory has room for this many such answers, because other answers
 #: also need room.
 _AMPLE_FACTOR = 4
 
@@ -83,7 +83,7 @@ def untag(message: str) -> RequestFailure | None:
 
 
 def status_of(pb_utils: Any, error: Any) -> Status:
-    """Return the status of a call of another model that failed. Up to release 25.03, it is always INTERNAL."""
+    """Return the status of a failed call of another model. Up to release 25.03 of Triton, it is always INTERNAL."""
     code = error.code()
     for status in (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED, Status.RUNTIME_DOWN):
         if code == getattr(pb_utils.TritonError, CODES.get(status, "UNAVAILABLE")):
@@ -140,8 +140,8 @@ class Responses:
 class Reply:
     """A response sender that ends its answer exactly once. If it is dropped before that, it sends an error.
 
-    A request without an answer blocks its client, the model's unload and the server's shutdown. A check for cancellation after the
-    answer kills the server, so a lock separates checks and the answer.
+    A request without an answer blocks its client, the model's unload and the server's shutdown. A check for cancellation after
+    the answer kills the server, so a lock separates checks and the answer.
 
     `deadline_ns` is the time of the request's deadline by CLOCK_MONOTONIC, or 0.
     """
@@ -156,7 +156,7 @@ class Reply:
         responses._owed[id(self)] = ref(self)
 
     def send(self, response: Any, nbytes: int = 0) -> None:
-        """Send the answer, of about `nbytes`, unless one was sent.
+        """Send the answer, unless an answer was already sent. `nbytes` is its approximate size.
 
         Triton closes a sender permanently before it copies a final response. If its shared memory has no room for the
         copy, the client would get nothing. So if there may be no room, the answer is sent first, and the end in a second step.

@@ -71,7 +71,7 @@ _NO_PARAMS = RequestParams(0)
 class ClientRequest:
     """A request as its client sent it.
 
-    Everything that a client chooses freely is read when the request arrives, and cannot raise later. `failure` is set
+    Everything that a client chooses freely is read when the request arrives, so it cannot raise an error later. `failure` is set
     if the request cannot be served because its text is not UTF-8 or its parameters are wrong.
     """
 
@@ -105,9 +105,9 @@ class ClientRequest:
     is_part: bool = False
     #: Number of the whole request, the same in all its parts.
     whole: int = 0
-    #: True if a full queue does not refuse the request, because its first part is in the queue.
+    #: True for a part that a full queue must not refuse, because its large request has waited, or has submitted its first part.
     admitted: bool = False
-    #: Size of the inputs in bytes. 0 until `measure` was called, or if it cannot read them.
+    #: Size of the inputs in bytes. 0 until `measure` was called, or if the inputs cannot be read.
     nbytes: int = 0
 
     def __post_init__(self, arrival: ArrivalTime, spans: Spans | None) -> None:
@@ -233,7 +233,7 @@ class Outcomes:
             end_request(request.span, self._key, request.since, status, text, request.id, request.rows)
 
     def failed(self, request: ClientRequest, failure: RequestFailure) -> Any:
-        """Return the response of a request that ends with `failure`."""
+        """Record that the request ends with `failure`, and return its response."""
         self.ended(request, failure.status, failure.text)
         if failure.status is Status.INTERNAL:
             self._meters.failed(failure.blame)
@@ -245,8 +245,8 @@ class FailureLog:
     """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.
 
     Each failure that is rsrv's fault has a line, unless `LineLimit` suppresses it. There may be very many other failures, and
-    refusing a request must be cheap. So each of the other statuses has at most one line a second, with the number of failures since
-    the previous line.
+    refusing a request must be cheap. So each of the other statuses has at most one line a second, with the number of failures
+    since the previous line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -332,7 +332,7 @@ class EntryPoint:
         return None
 
     def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> None:
-        """Fail each request that has no answer, through its reply, because a decoupled model must not return a list."""
+        """Fail each request that has no answer. Use its reply, because a decoupled model must not return a list."""
         arrival = ArrivalTime.now()
         for request in (*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])):
             if request.reply is None:

@@ -46,23 +46,23 @@ def read_step(triton: Any) -> SequenceStep:
 
 
 class SequenceHomes:
-    """The devices of live sequences, by sequence. Time is an argument. Not thread-safe: the caller holds a lock.
+    """The devices of live sequences, by sequence. The caller passes the time, and holds a lock.
 
-    Triton and the runtime forget an idle sequence before this object does, so that they report why it is lost.
+    This object forgets an idle sequence later than Triton and the runtime, so that these report why the sequence was lost.
     """
 
     def __init__(self, idle_timeout_s: float) -> None:
         self._keep_s = 2 * idle_timeout_s
-        #: Device and time of the latest request. The sequence that has been idle the longest comes first.
+        #: For each sequence: its device, and the time of its latest request. The sequence with the earliest time is first.
         self._homes: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._counts: Counter[int] = Counter()
 
     def find(self, sequence: int, default: int) -> int:
-        """Return the device that has a sequence's state."""
+        """Return the device that has a sequence's state, or `default` if the sequence is not known."""
         return self._homes.get(sequence, (default, 0.0))[0]
 
     def is_lost(self, sequence: int, since: float) -> bool:
-        """Return whether a sequence's latest request came before its device's current runtime started at `since`."""
+        """Return whether a sequence's latest request arrived before `since`, the start of its device's current runtime."""
         home = self._homes.get(sequence)
         return home is not None and home[1] < since
 
@@ -71,7 +71,7 @@ class SequenceHomes:
         return self._counts[device]
 
     def keep(self, step: SequenceStep, device: int, now: float) -> None:
-        """Record that a request of a sequence goes to a device. Forget sequences that have been idle for too long."""
+        """Record that a request of a sequence is sent to a device. Forget sequences that have been idle for too long."""
         self._forget(step.sequence)
         if not step.end:
             self._homes[step.sequence] = device, now

@@ -71,7 +71,7 @@ class Remote:
     costs: tuple[tuple[float, ...], ...]
     #: Slot on the runtime's board, or 0 without one.
     slot: int
-    #: True if its requests belong to sequences, whose state is in the runtime.
+    #: True if the model's requests belong to sequences, whose state is in the runtime.
     stateful: bool = False
     #: Section of REGISTERED about generation, for a model that generates tokens.
     generate: Mapping[str, Any] | None = None
@@ -101,7 +101,7 @@ def _wires(value: list[Any]) -> tuple[WireTensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The model's registration with one runtime, and the connections to it; ends with the runtime."""
+    """The model's registration with one runtime, and the connections to this runtime. It ends with the runtime."""
 
     key: str
     #: Tensors of clients' requests, by name.
@@ -131,12 +131,12 @@ class Attachment:
         return max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
 
     def load_in_s(self, name: str = "") -> float:
-        """Return the seconds that loading the weights of `models`, or of only one by `name`, takes. 0: they are loaded."""
+        """Return the seconds for loading the weights of the model `name`, or of all `models` by default. 0: they are loaded."""
         slots = [model.slot for model in self.models if model.slot and name in ("", model.name)]
         return self.direct.load_in_s(slots)
 
     def begins_in_s(self, name: str = "") -> float:
-        """Return the seconds until the device could execute `models`, or only one by `name`, including `load_in_s`."""
+        """Return the seconds until the device could execute the model `name`, or all `models` by default, including loads."""
         return self.device_free_in_s() + self.load_in_s(name)
 
     def forecast(self, costs: ExecutionCosts) -> Forecast:
@@ -164,7 +164,8 @@ class Session:
         if calls is not None:
             self._registration["calls"] = dict(calls)
         self._connections: WeakSet[RuntimeConnection] = WeakSet()
-        #: The registration that requests use; None: no runtime serves the model here. Only the front's thread sets it.
+        #: The registration that requests use, or None if no runtime serves the model here. The front's thread sets it. When the
+        #: model or the process ends, other threads also set it to None.
         self.attachment: Attachment | None = None
         #: The requests that wait for a runtime, in the form of REGISTER.
         self._demand: Mapping[str, int] = {}
@@ -198,7 +199,7 @@ class Session:
             try:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
-                # The key was registered a moment ago. So this is another runtime, which does not know the key.
+                # The key was registered a moment ago. So this connection is to another runtime, which does not know the key.
                 raise Closed(f"the runtime that registered the model is gone: {error}") from None
         except BaseException:
             direct.close()
@@ -250,10 +251,10 @@ class Session:
             connection.abandon()
 
     def close(self, *, direct: bool = True) -> None:
-        """Detach permanently. `direct` is False if another thread uses that connection, and will close it."""
+        """Disconnect permanently. `direct` is False if another thread uses the direct connection, and will close it."""
         self.attachment = None
-        # Close them even after a runtime's death. Usually execute() closes an old connection when it uses the next one, but
-        # there are no more calls of execute().
+        # Close the connections of the latest registration even if its runtime has died. Usually, execute() closes an old
+        # connection when it uses the next one, but there are no more calls of execute().
         if self._latest is not None:
             self._latest.deferred.close()
             if direct:
@@ -265,7 +266,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Connects to the runtime that belongs to `server_pid` and its device number `device`, and starts it if there is none."""
+    """Connects to the runtime of the server `server_pid` for its device `device`. If there is no runtime, starts one."""
 
     server_pid: int
     device: str
@@ -276,7 +277,7 @@ class Launcher:
     environment: Mapping[str, str]
 
     def start(self) -> None:
-        """Return when a runtime accepts connections. If a runtime ends before that, try the next one. Raises one of UNREACHABLE."""
+        """Return when a runtime accepts connections. If a runtime ends before that, try another. Raises one of UNREACHABLE."""
         backoff = FIRST_BACKOFF_S
         for _ in range(FIRST_ATTEMPTS - 1):
             try:
@@ -291,13 +292,13 @@ class Launcher:
     def open(self) -> Greeted:
         """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
         directory = paths.runtime_directory(self.server_pid, self.device)
-        # A runtime makes its box before its first greeting.
+        # The black box exists, because a runtime makes it before its first greeting.
         return replace(self._open(directory), blackbox=BlackBoxReader(directory))
 
     def _open(self, directory: Path) -> Greeted:
         if not paths.start_time(self.server_pid):
-            # This process outlives its server for a moment. A runtime for a server that has ended would never end itself, and
-            # would leave its directory.
+            # This process outlives its server for a moment. Start no runtime: it would never end by itself, and would leave its
+            # directory.
             raise LaunchError("tritonserver is gone")
         path = directory / paths.SOCKET
         try:
@@ -317,9 +318,9 @@ class Launcher:
     def _start_unless_failed(self, directory: Path) -> None:
         """Start the runtime, or raise the LaunchError of the latest attempt.
 
-        There is a pause after a failed attempt for a further device. Without it, a card that another server holds would delay
-        every load. There is no pause for device 0, because it may be the only device, and a repeated error would outlive its
-        cause.
+        After a failed attempt for another device than 0, there is no further attempt for some time. Without this pause, a card
+        that another server uses would delay every load. There is no pause for device 0, because it may be the only device.
+        Then the repeated error would outlive its cause.
         """
         failure = directory / paths.FAILURE
         if self.device != "0" and failure.exists():
@@ -405,7 +406,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _connect_soon(path: Path) -> socket.socket:
-    """Connect to a runtime that was started. It may not listen yet if the process that started it has died."""
+    """Connect to a runtime that was started. Retry, because it may not listen yet if the process that started it has died."""
     until = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

@@ -1,6 +1,7 @@
-"""Copies of an alias's requests for a shadow model. No client gets its answers. They are compared with the clients' answers.
+"""Copies of an alias's requests for a shadow model, whose answers are compared with the answers that clients get.
 
-The shadow model gets a copy after the request was submitted, at the lowest priority. The answers are compared when both exist.
+No client gets an answer of the shadow model. The shadow model gets a copy after the request was submitted, at the lowest
+priority. The two answers to a request are compared when both exist.
 """
 
 import json
@@ -20,19 +21,18 @@ from rsrv.throttle import Throttle, more
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of copies in progress. Further requests are not copied, because the memory of copies for a slow model would
-#: pile up.
+#: Maximum number of copies in progress. Further requests are not copied, because copies for a slow model would fill the memory.
 _MAX_COPIES = 64
-#: Maximum number of bytes of the answers that wait for the answer of the other version.
+#: Maximum number of bytes of answers that wait for the other answer to the same request.
 _MAX_ANSWER_BYTES = 64 * 2**20
 #: A request is copied only if this many bytes of shared memory are free. Copies stay in shared memory until they are answered,
-#: and clients need some of it.
+#: and the requests of clients also need shared memory.
 _MIN_FREE_BYTES = 16 * 2**20
-#: After this many microseconds a copy is of no use.
+#: Timeout of a copy, in microseconds.
 _TIMEOUT_US = 30_000_000
 #: Parameters of a copy. It has the lowest priority, and none of the client's parameters, such as its deadline.
 _PARAMETERS = json.dumps({"rsrv_priority": 0xFFFE})
-#: Relative and absolute differences that floats of two versions may have. bf16 has two to three digits.
+#: Relative and absolute tolerances for floats of two answers. They suit bf16, which has two to three decimal digits.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-5
 
 
@@ -74,7 +74,7 @@ class Shadow:
         self._dtypes = dtypes
         self._execute = execute
         self._count = count
-        #: Requests with a copy in progress. Any thread may remove its request.
+        #: Requests with a copy in progress. Any thread may remove a request.
         self._pending: set[ShadowedRequest] = set()
         #: Thread that submits the copies, so that clients do not wait until copies are read.
         self._thread = ThreadPoolExecutor(1, "shadow")
@@ -100,12 +100,12 @@ class Shadow:
         return begun
 
     def execute(self, copies: Sequence["RequestCopy"]) -> None:
-        """Let a thread answer the copies. If no thread can start, they wait until one starts for later copies, or forever."""
+        """Let a thread submit the copies. If no thread can start, the copies wait until one starts later, or forever."""
         with suppress(RuntimeError):
             self._thread.submit(self._execute, copies)
 
     def close(self) -> None:
-        """Wait until the last copies are executed."""
+        """Wait until the last copies are submitted."""
         self._thread.shutdown()
 
     def end(self, shadowed: "ShadowedRequest") -> None:
@@ -123,22 +123,22 @@ class Shadow:
 
 
 class ShadowedRequest:
-    """A request of a client and its copy, until both are answered. Thread-safe."""
+    """A client's request and its copy, until both have an answer. Thread-safe."""
 
     def __init__(self, shadow: Shadow, request: Any) -> None:
         self._shadow = shadow
         self.id = request.request_id()
         self.watched = WatchedRequest(request, self)
         self.copy = RequestCopy(request, self)
-        #: The answer of the copy under True, and the client's under False. None: that request failed.
+        #: Answer to the copy at True, and to the client's request at False. An answer is None if the request failed.
         self.answers: dict[bool, Mapping[str, Array] | None] = {}
         #: Counts the answers. Two threads never get the same number.
         self._numbers = count(1)
-        #: Bytes of the answer that came first.
+        #: Bytes of the answer that arrived first.
         self.kept_bytes = 0
 
     def answered(self, response: Any, *, copy: bool) -> None:
-        """Take one of the two answers before Triton gets it. Never raises."""
+        """Store one of the two answers. Called before Triton gets the answer. Never raises."""
         answer: dict[str, Array] | None = None
         try:
             if not response.has_error():
@@ -190,7 +190,7 @@ class WatchedRequest:
 
 
 class RequestCopy:
-    """The copy of a client's request, as Triton's request objects. It belongs to no trace, and nobody cancels it."""
+    """The copy of a client's request, with the interface of Triton's request objects. It is never traced or cancelled."""
 
     def __init__(self, request: Any, comparison: ShadowedRequest) -> None:
         """Read the request. Raises Triton's error if that fails."""
@@ -221,7 +221,7 @@ class RequestCopy:
         return self
 
     def send(self, response: Any = None, flags: int = 0) -> None:
-        """Take the answer, as a response sender."""
+        """Store the answer. The copy is its own response sender."""
         if response is not None:
             self._comparison.answered(response, copy=True)
 

@@ -56,7 +56,7 @@ class Tensors:
 
     @property
     def carries_text(self) -> bool:
-        """True if BYTES tensors can be read and made; with numpy 2, Triton 24.10 ends the process that reads one."""
+        """True if BYTES tensors can be read and made. With numpy 2, a process of Triton 24.10 crashes when it reads one."""
         return self._numpy_works
 
     def check_text(self) -> None:
@@ -87,7 +87,7 @@ class Tensors:
         return _in_place(tensor)
 
     def take(self, tensor: Any) -> Array:
-        """Return a copy of the elements of a tensor of any type, which outlives `tensor`.
+        """Return a copy of the elements of a tensor of any type. The copy outlives `tensor`.
 
         For BYTES, Triton's error is raised if this Triton and numpy do not work together.
         """
@@ -98,7 +98,7 @@ class Tensors:
         return _in_place(tensor).copy()
 
     def make(self, name: str, array: Array, dtype: str | None = None) -> Any:
-        """Return a Triton tensor of `array`, which it may refer to until the response is sent.
+        """Return a Triton tensor with the elements of `array`. It may refer to `array` until the response is sent.
 
         Without `dtype`, the type of the elements follows from `array`. Raises ValueError, or Triton's error, for elements that
         cannot be sent.
@@ -195,7 +195,7 @@ def _in_place(tensor: Any) -> Array:
 # --- hand-made DLPack capsules ------------------------------------------------------------------------------
 #
 # Triton's Python backend gives BF16 only as DLPack, and the stub of release 24.10 corrupts every tensor when numpy is
-# version 2. A capsule that is built and read here works in each of these cases, at some tens of microseconds each.
+# version 2. A capsule that is built and read here works in each of these cases, and takes some tens of microseconds.
 # Structures and codes: dlpack.h, version 0.x ("dltensor" capsules).
 
 _KDLCPU = 1
@@ -274,7 +274,7 @@ def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
 
 
 def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int, str]:
-    """Return (address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
+    """Return (address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor exists.
 
     Raises ValueError for a tensor that is elsewhere, is not row-major, or has elements of a type that rsrv does not have.
     """

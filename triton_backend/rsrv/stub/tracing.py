@@ -1,6 +1,6 @@
 """Traced requests in a stub: their trace contexts, and ended spans until they are reported.
 
-Times are those of time.perf_counter, in seconds: on Linux that is CLOCK_MONOTONIC, as everywhere in a frame.
+Times are in seconds of time.perf_counter. On Linux, this is CLOCK_MONOTONIC, the clock of all times in frames.
 """
 
 import json
@@ -21,8 +21,8 @@ from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
 log = logging.getLogger(__name__)
 
-#: Parameter with the trace context. Sub-calls through Triton have it, and requests whose header Triton forwards have it in any
-#: case of letters.
+#: Parameter with the trace context. Sub-calls through Triton have this parameter. If Triton forwards the header of a client's
+#: request, the name may be in upper or lower case.
 TRACEPARENT = "traceparent"
 #: Maximum number of ended spans that wait to be reported.
 _MAX_WAITING = 4096
@@ -56,7 +56,7 @@ class Spans:
         self._lock = lock
         self._spans: deque[Span] = deque()
         self._dropped = 0
-        #: True once the log has said that Triton's context cannot be read.
+        #: True if the log already has the warning that Triton's context cannot be read.
         self._warned = False
 
     def begin(self, request: Any, parameters: Mapping[str, Any]) -> "OpenSpan | None":
@@ -102,7 +102,7 @@ class Spans:
 
 
 def _forwarded(parameters: Mapping[str, Any]) -> object:
-    """Return the traceparent among a request's parameters, in any case of letters, because Triton does not change headers."""
+    """Return the traceparent among a request's parameters. Ignore the case of its name, as Triton does not change headers."""
     return next((value for name, value in parameters.items() if name.lower() == TRACEPARENT), None)
 
 
@@ -119,7 +119,7 @@ class OpenSpan:
         return OpenSpan(self.spans, self.trace, self.id)
 
     def mark(self, request: int) -> Mark:
-        """Return the mark that attributes the runtime's request of this id to the span."""
+        """Return the mark that makes this span the parent of the runtime's spans of the request with the number `request`."""
         return Mark(request, self.trace, self.id)
 
     @property
@@ -128,7 +128,7 @@ class OpenSpan:
         return f"00-{self.trace}-{self.id}-{_SAMPLED:02x}"
 
     def add_child(self, name: str, started: float, error: str = "") -> None:
-        """Add a child without children of its own that ends now."""
+        """Add a child that ends now and has no children."""
         self._add(self.id, "", name, started, error, {})
 
     def end(self, name: str, started: float, error: str, attributes: Attributes) -> None:
@@ -180,7 +180,7 @@ def end_call(
 ) -> None:
     """End the span of a meta model's call of another model. `span` is None if the call is not traced.
 
-    `device` is the device of the call if the run goes by stage (its callees are on several devices), and otherwise None.
+    `device` is the device of the call if the run's callees are on several devices, otherwise None.
     """
     if span is not None:
         error = "" if failure is None else failure.text or failure.status.name

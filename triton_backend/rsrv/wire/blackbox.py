@@ -1,8 +1,9 @@
 """Black box of a runtime: a file in its private directory that records what its threads were doing when it died.
 
 The runtime maps the file. Each of its threads stores its phase and its model in a slot. The handler of fatal signals appends a
-text. The runtime itself also appends one if it ends because of a thread. The next runtime replaces the file. A stub opens the
-file while its runtime lives, so it reads the old file even if the next runtime has already replaced it.
+text. The runtime itself appends a text if it must end because of a task, for example after the loss of the device. The next
+runtime replaces the file. A stub opens the file while its runtime runs. So the stub reads the old file even if the next runtime
+has already replaced it.
 """
 
 import os
@@ -62,7 +63,7 @@ class UnfinishedTask(NamedTuple):
     phase: Phase
     hung: bool
     key: str
-    #: Number of the same model's tasks that this thread had completed.
+    #: Number of tasks of the same model that this thread had completed.
     ended: int = 0
     #: True if this task executes a request alone. A request executes alone after a runtime died during its execution.
     alone: bool = False
@@ -95,9 +96,9 @@ def how_it_ended(content: bytes) -> How:
 
 
 def is_suspect(content: bytes, key: str) -> bool:
-    """Return whether executions of the model `key` (of any model if it is "") may have ended the process of a black box.
+    """Return whether executions of the model `key` ("": any model) may have ended the process of a black box.
 
-    If no slot names an execution, for example after a failure of the loop, any execution may have ended it.
+    If no slot names a task, for example because the loop failed, any execution may have ended the process.
     """
     how = how_it_ended(content)
     tasks: Sequence[UnfinishedTask] = read_slots(content)
@@ -110,10 +111,10 @@ def is_suspect(content: bytes, key: str) -> bool:
 
 
 class BlackBoxReader:
-    """Opens the black box of a living runtime, and reads it after that runtime's end."""
+    """Opens the black box of a runtime while the runtime runs, and reads it after the runtime's end."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the black box of the runtime that serves `directory`. If there is none, any execution is a suspect."""
+        """Open the black box of the runtime of `directory`. Without a black box, `is_suspect` returns True for every model."""
         try:
             self._fd = os.open(directory / paths.BLACKBOX, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

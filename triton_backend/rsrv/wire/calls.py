@@ -1,17 +1,18 @@
 """Frames of meta models: begin and end of their runs, and their sub-calls.
 
 The stub of a meta model registers the meta model with the models that it calls, and gets REGISTERED when all called models are
-ready. Each request is a *run*. Its stub chooses a random token, not 0, and sends ENTER. DONE with OK admits the run; any other
-status ends the run. The stub may send calls directly after ENTER: they wait for the admission, and fail if the run is not
-admitted. LEAVE ends a run. The end of the connection on which the run entered also ends the run.
+ready. Each request is a *run*. For each run, the stub chooses a random token, not 0, and sends ENTER. DONE with OK admits the
+run; any other status ends the run. The stub may send calls directly after ENTER: they wait for the admission, and fail if the
+run is not admitted. LEAVE ends a run. The end of the connection on which the run entered also ends the run.
 
 A plain request's tensors lie in two blocks (`layout`). A sub-call's tensors may lie in earlier results, in buffers of the meta
-model, or on the device. So a CALL names the place of each tensor, inputs first. A call has the deadline and the priority of its
-run. The stub chooses the number of an output on the device, and reuses this number for inputs of the same run. RELEASE frees a
-device tensor, and LEAVE frees all tensors of the run. If all runs together keep more than a twentieth of the device's memory, a
-call ends with QUEUE_FULL.
+model, or on the device. So a CALL names the place of each input, and then of each output. A call has the deadline and the
+priority of its run. The stub chooses the number of an output on the device, and reuses this number for inputs of the same run.
+RELEASE frees a device tensor, and LEAVE frees all tensors of the run. If all runs together keep more than a twentieth of the
+device's memory, a call ends with QUEUE_FULL.
 
-A submission with the token of a run is also a sub-call. If no run with this token is admitted, it ends with NOT_FOUND.
+A submission with the token of a run is also a sub-call. If no run with this token is admitted, the submission ends with
+NOT_FOUND.
 """
 
 import struct
@@ -36,10 +37,10 @@ class Entrance(NamedTuple):
     """Request to admit a run. DONE with `Status.OK` admits it; any other status ends it."""
 
     request: int  # Number of the run, unique on this connection, also among submissions.
-    run: int  # Random token, so that no other client can name it. Never 0.
+    run: int  # Random token, so that no other client can use the run. Never 0.
     deadline_ns: int  # CLOCK_MONOTONIC, or 0 for none.
     priority: int  # Same meaning as in a submission.
-    further: int = 0  # True for a stage of a run that began on another device. That device's runtime counts how the run ends.
+    further: int = 0  # True if the run began on another device, whose runtime counts how the run ends.
     tag: int = 0  # Same meaning as in a submission.
 
 
@@ -85,7 +86,7 @@ _CALL = struct.Struct("<QQHHIHHI")
 
 
 class RunExit(NamedTuple):
-    """End of a run: its tensors on the device are freed."""
+    """End of a run. The runtime frees the tensors that the run keeps on the device."""
 
     run: int
     status: Status  # How the run ended, for the statistics.

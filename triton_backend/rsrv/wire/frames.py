@@ -54,7 +54,7 @@ class Kind(IntEnum):
     SPANS = 26
     # Frames of generations (`generation`).
     GENERATE = 29
-    # Lists the requests that wait for a registration which the runtime has not answered yet.
+    # Reports a change of the demand while the runtime has not answered REGISTER.
     DEMAND = 31
     # From runtime to stub.
     WELCOME = 16
@@ -83,9 +83,9 @@ class Status(IntEnum):
     NOT_RESIDENT = 7
     INTERNAL = 8
     PAUSED = 9
-    #: Outcome for a request of a sequence that the runtime does not know, or no longer knows.
+    #: The request belongs to a sequence that the runtime does not know, or no longer knows.
     SEQUENCE_LOST = 10
-    #: The model was cold or its runtime has died, and a runtime builds the model.
+    #: The model was cold, or its runtime has died. A runtime is building the model.
     STARTING = 11
 
 
@@ -97,7 +97,7 @@ class OtherVersionError(ProtocolError):
     """The peer speaks another version of the protocol. The message names the remedy."""
 
 
-#: Flag of a submission that executes alone on the device, because a runtime died during an earlier execution of the request.
+#: Flag of a submission that must execute alone on the device, because a runtime died during an earlier execution.
 ALONE = 1
 #: Flag of a submission whose request has waited for this runtime, so that a full queue does not refuse it.
 WAITED = 2
@@ -106,7 +106,7 @@ START, END = 4, 8
 
 
 class Submission(NamedTuple):
-    """One request. Its inputs lie at `inputs_at` of the segment; its outputs go to `outputs_at`."""
+    """One request. Its inputs lie at `inputs_at` of the segment. The runtime writes its outputs at `outputs_at`."""
 
     request: int  # Unique among the open requests of this connection, below 2**40.
     deadline_ns: int  # CLOCK_MONOTONIC, or 0 for none.
@@ -118,8 +118,8 @@ class Submission(NamedTuple):
     inputs_at: int  # Byte offsets, multiples of layout.ALIGNMENT.
     outputs_at: int
     run: int = 0  # Token of the meta model's run that makes this sub-call, or 0.
-    tag: int = 0  # `request_tag` of the client's id, which can abort the request, or 0.
-    #: Number of the sequence if the model is stateful, or of the large request to which this request belongs. 0: neither.
+    tag: int = 0  # `request_tag` of the client's id, or 0. The command "abort" uses it.
+    #: Number of the sequence of a stateful model, or of the large request to which this request belongs. Otherwise 0.
     sequence: int = 0
     #: Length of the request's tensors along the padded axis. 0: the model has no padded axis.
     length: int = 0
@@ -129,7 +129,7 @@ SUBMISSION = struct.Struct("<QqIHHIIQQQQQQ")
 
 
 class Completion(NamedTuple):
-    """End of one request. If the status is OK, its outputs are in place. Otherwise `text` has the reason for the client."""
+    """End of one request. If the status is OK, its outputs are written. Otherwise, `text` is the error text for the client."""
 
     request: int
     status: Status
@@ -315,7 +315,7 @@ def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:
 
 
 def read_header(frame: bytes | memoryview) -> tuple[Kind, int]:
-    """Return kind and count of a frame."""
+    """Return the kind and the count of a frame. Raises ProtocolError."""
     if len(frame) < HEADER.size:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no header")
     kind, _, count = HEADER.unpack_from(frame)

@@ -1,7 +1,7 @@
 """Frames of generations: the requests that begin them, and their tokens.
 
 GENERATE begins a generation. The runtime sends each token in TOKENS as soon as it is read from the device, except a token of
-`stop` that ends the answer. A completion ends the generation: OK or an error. An error may follow some tokens. The text of OK
+`stop` that ends the answer. A completion with OK or an error ends the generation. An error may follow some tokens. The text of OK
 is `stop` or `length`: `length` means that `max_tokens` tokens were sent, or that the context is full. CANCEL ends a generation
 after the execution in progress.
 """
@@ -49,7 +49,7 @@ def find_length_problem(tokens: int, context: int) -> str:
 
 
 def pack_generate(request: Generate) -> bytes:
-    """Return a GENERATE frame. Raises ProtocolError if the prompt does not fit."""
+    """Return a GENERATE frame. Raises ProtocolError if the prompt is too long for a frame."""
     return pack_json(Kind.GENERATE, {**request._asdict(), "prompt": list(request.prompt)})
 
 

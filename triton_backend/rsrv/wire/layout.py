@@ -1,4 +1,4 @@
-"""Layout of the tensors of one request in shared memory, for both ends.
+"""Layout of the tensors of one request in shared memory, for both sides: the stub and the runtime.
 
 A request's inputs form one block, and its outputs form another block. The tensors of a block have the order of registration.
 Each tensor is row-major and begins at a multiple of ALIGNMENT. So frames need only the place of a block and a number of rows.
@@ -36,7 +36,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of one variant. `dims` is row-major; the batch axis, if there is one, holds -1."""
+    """A tensor of one variant. It is row-major. `dims` has -1 for the batch axis, if there is one."""
 
     name: str
     dtype: str
@@ -115,7 +115,7 @@ class Variant:
         return next((tensor.dims[axis] for tensor, axis in axes if axis is not None), 0)
 
     def at_length(self, length: int) -> "Variant":
-        """Return this variant for requests of another length. Its padded axes have this length."""
+        """Return this variant with another length of its padded axes."""
         inputs, outputs = (
             Block(tuple(tensor.at_length(length) for tensor in block.tensors))
             for block in (self.inputs, self.outputs)

@@ -2,7 +2,7 @@
 
 The stub owns this memory: it makes segments (memfd, sealed against resizing), sends their descriptors to the runtime, and
 places both the inputs and the outputs of its requests. The runtime maps these segments and checks every offset against the
-segment's size. Segments have no names: the kernel frees them with the processes.
+segment's size. Segments have no names, so the kernel frees a segment when no process uses it any more.
 """
 
 import errno
@@ -117,9 +117,9 @@ class Arena:
     """Allocator of a stub's shared memory. It uses the first range that fits, and frees idle segments beyond `keep` bytes.
 
     The arena is not thread-safe: the connection that owns it guards it. That connection also announces `fresh` and `dropped`
-    segments to the runtime. `spare` returns the number of bytes of memory that the machine has left. The arena calls it before
-    it makes a segment, because the kernel allocates pages only when they are touched. If no page is left at that time, the
-    kernel kills this process or another one.
+    segments to the runtime. `spare` returns the number of bytes of memory that the machine has left. The arena calls `spare`
+    before it makes a segment that is larger than `first`, because the kernel allocates pages only when they are touched. If no
+    page is left then, the kernel kills this process or another one.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Arena:
         return all(segment.idle for segment in self._segments.values())
 
     def _drop(self, id: int) -> None:
-        # The mapping lives until its last view is gone.
+        # The mapping stays until its last view is freed.
         del self._segments[id]
         for fresh in self.fresh:
             if fresh[0] == id:
@@ -267,9 +267,9 @@ class Board:
     device becomes idle, in nanoseconds of CLOCK_MONOTONIC. Its lowest bit is set while the device has work. A time in the past
     means that the device is idle, or that its work is overdue. Each round of the runtime's loop writes the cell. While the
     device is idle, the first cell therefore has the time of the last round, which is at most BEAT_S ago if the server has
-    several devices. The second cell has the nanoseconds until another run of a meta model would be admitted. It is 0 while a
-    place is free, or if the server has one device. The other cells are the slots of models. Each has the nanoseconds that
-    loading the model's weights would take, or 0 if the weights are on the device.
+    several devices. The second cell has the nanoseconds until another run of a meta model would be admitted. It is 0 if the
+    run would be admitted at once, or if the server has only one device. The other cells are the slots of models. Each has the
+    nanoseconds that loading the model's weights would take, or 0 if the weights are on the device.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ def runtime_command(
 
 
 def asleep_since(directory: Path) -> float | None:
-    """Return the Unix time when a runtime's device fell asleep, or None if it is awake.
+    """Return the Unix time when a runtime's device fell asleep, or None if the device is awake.
 
     This reads a file, because a connection would wake the device.
     """

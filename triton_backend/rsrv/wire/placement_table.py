@@ -1,7 +1,7 @@
 """The placement table: a shared file with the devices on which each model of a server shall run.
 
 The control process writes it, and stubs read it without a lock on the file. The file has a header and two halves; the table of
-generation g is in half g % 2. If a writer dies while it fills the other half, the current table is therefore undamaged.
+generation g is in half g % 2. So if a writer dies while it fills the other half, the current table is still valid.
 """
 
 import mmap
@@ -144,7 +144,7 @@ class PlacementWriter:
         return generation
 
     def _replace(self, count: int, generation: int, entries: bytes) -> _MappedTable:
-        """Make a file with room for more models, and put it in the place of the old one."""
+        """Make a file with room for more models, and replace the old file."""
         capacity = max(_LEAST_CAPACITY, 1 << count.bit_length())
         beside = self._path.with_name(f"{self._path.name}.new")
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -193,7 +193,7 @@ class PlacementReader:
     def mask(self, now: float) -> int:
         """Return the mask of the model's devices: bit n stands for device n. `now` is a monotonic time in seconds.
 
-        0 means that there is no table yet, or that the model is not in it. The model may then run on all devices. If the table
+        The mask is 0 if there is no table yet, or if the model is not in it. The model may then run on all devices. If the table
         is damaged, the last valid mask is returned.
         """
         file = self._file

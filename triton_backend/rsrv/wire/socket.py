@@ -70,7 +70,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def take_over(fd: int) -> socket.socket:
-    """Return the listening socket of a process that has ended, with the connections that wait in it."""
+    """Return the listening socket of a process that has ended. Connections that wait to be accepted are kept."""
     sock = socket.socket(fileno=fd)
     # Call listen() again: clients see the credentials of the process that called it last.
     sock.listen(_BACKLOG)
@@ -133,7 +133,7 @@ class Receiver:
         self._buffer = memoryview(bytearray(MAX_FRAME)) if buffer is None else buffer
 
     def receive(self) -> tuple[memoryview, list[int]]:
-        """Return one frame, valid until the next call, and its descriptors, which the caller owns.
+        """Return one frame and its descriptors. The frame is valid until the next call, and the caller owns the descriptors.
 
         Raises Closed, ProtocolError, and BlockingIOError if the socket is non-blocking and empty.
         """
@@ -167,7 +167,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes:
-    """Return the DeviceRecord of control.proto of a tritonserver's runtime.
+    """Return the record of a tritonserver's runtime, a DeviceRecord of control.proto.
 
     RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or if it does not answer for
     `timeout` seconds. Raises Closed if the runtime ends during the call, and ProtocolError if another user runs it.
@@ -176,7 +176,7 @@ def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes
 
 
 def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> bytes:
-    """Send one frame, and return the body of the answer, which may be in a memfd. Raises the errors of `read_record`."""
+    """Send the frame `question` to a runtime, and return the body of its answer. Raises the errors of `read_record`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)

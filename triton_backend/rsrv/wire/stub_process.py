@@ -13,7 +13,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class StubCommand:
-    """A stub's command line. Triton has written it in the same order since 2021."""
+    """A stub's command line. The order of its words has not changed since 2021."""
 
     #: Absolute path of the model's code.
     code: Path

@@ -1,8 +1,9 @@
 """Frames of traces: marks of traced requests, and the spans that stubs record of these requests.
 
 If `traces.enabled` of REGISTERED is true, a stub sends TRACE before the frame of a traced request. The marks of TRACE have the
-ids that spans of the request refer to. If a connection has more than 4,096 unused marks, the runtime drops all of them. The
-stub sends its own spans later, as SPANS on a connection for REPORT. SPANS has no answer.
+ids of the trace and of the parent span for the runtime's spans of these requests. If a connection has more than 4,096 unused
+marks, the runtime drops all of them. The stub sends its own spans later, as SPANS on a connection for REPORT. SPANS has no
+answer.
 """
 
 import re

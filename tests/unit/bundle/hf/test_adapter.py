@@ -61,7 +61,10 @@ def apart(model: Any, tensors: Tensors, scale: float) -> Any:
 
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool, tmp_path: Path) -> None:
-    """The merge scales products by the rank or its root, and replaces the classifier and the bias, which the adapter has whole."""
+    """The product of an adapter's matrices is scaled by alpha / rank or alpha / sqrt(rank), and is added to the base's weight.
+
+    The adapter also has a complete classifier and a complete bias. They replace those of the base.
+    """
     folder = base(tmp_path / "base")
     query = "bert.encoder.layer.0.attention.self.query"
     tensors = pair(query, 32, 32) | pair("bert.encoder.layer.1.intermediate.dense", 32, 48)
@@ -88,7 +91,7 @@ def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool,
 
 @pytest.mark.parametrize("fan_in_fan_out", [True, False])
 def test_layers_with_turned_weights_are_merged(fan_in_fan_out: bool, tmp_path: Path) -> None:
-    """GPT-2's layers, whose weights have the inputs first, are merged, even if the adapter's configuration does not say so."""
+    """The first axis of the weights of GPT-2's layers is the input. They are merged right, even if `fan_in_fan_out` is wrong."""
     folder = directories.gpt2(tmp_path / "base", ("a", "b"))
     tensors = pair("transformer.h.0.attn.c_attn", 32, 96) | pair("transformer.h.0.attn.c_proj", 32, 32)
     made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=fan_in_fan_out)
@@ -101,7 +104,7 @@ def test_layers_with_turned_weights_are_merged(fan_in_fan_out: bool, tmp_path: P
 
 @pytest.mark.long
 def test_a_directory_is_exported_with_an_adapter(tmp_path: Path) -> None:
-    """The bundle has the answers of the merged model, and the labels of the base."""
+    """A directory is exported with and without an adapter. The two bundles give different scores."""
     folder = base(tmp_path / "base")
     made = adapter(tmp_path / "adapter", pair("bert.encoder.layer.0.attention.self.value", 32, 32))
     options = HubOptions(lengths=(64,), batch_sizes=(2,))
@@ -174,7 +177,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
 def test_an_adapter_that_would_be_merged_wrongly_is_refused(
     config: dict[str, Any], tensors: Tensors, reason: str, tmp_path: Path
 ) -> None:
-    """Errors name the entry or the tensor."""
+    """An adapter that rsrv cannot merge correctly is refused. The error names the entry of the configuration, or the tensor."""
     made = adapter(tmp_path / "adapter", tensors, **config)
     with pytest.raises(BundleError, match=reason):
         merged(open_directory(base(tmp_path / "base")), made, tmp_path / "merged")

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def listener(folder: Path, model: str, **config: Any) -> Path:
-    """Save a model of this class, its feature extractor and, if its answer is text, its letters."""
+    """Save a model of this class and its feature extractor. If the model answers with text, also save a tokenizer of letters."""
     network: Any = getattr(transformers, model)
     extractor: Any = transformers.Wav2Vec2FeatureExtractor
     extractor(return_attention_mask=config.get("feat_extract_norm") == "layer").save_pretrained(folder)

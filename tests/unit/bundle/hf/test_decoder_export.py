@@ -78,7 +78,10 @@ def test_a_decoder_has_its_chat_and_its_stop_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_networks_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    """The error names an unknown family, a context that exceeds the model's, and rotation angles that depend on the length."""
+    """A decoder of an unknown family, a context that exceeds the model's, and an unknown type of rotary embedding are refused.
+
+    Each error names the entry or the option.
+    """
     made = decoder(tmp_path / "gemma2", "Gemma2", head_dim=16)
     with pytest.raises(BundleError, match="model_type: 'gemma2' is none of llama, mistral"):
         export_hf(made, out_dir=tmp_path / "bundle")

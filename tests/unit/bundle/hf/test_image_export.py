@@ -188,7 +188,10 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("make", RESIZED.values(), ids=RESIZED)
 def test_depths_have_the_size_of_the_user(make: Make, tmp_path: Path) -> None:
-    """Without a size from the user, the export is refused. The size must be a multiple of the processor's step."""
+    """The processors of these models make pictures of different sizes, so the export is refused unless the user gives a size.
+
+    The size must be a multiple of the processor's step.
+    """
     made = make(tmp_path / "model")
     for size, reason in ((), "--image-size HEIGHT,WIDTH"), ((33, 32), r"multiples of \d+, and 33,32 are not"):
         with pytest.raises(BundleError, match=reason):
@@ -228,7 +231,7 @@ def file(width: int, height: int) -> bytes:
 
 
 def test_pictures_that_keep_their_proportions_need_a_size(tmp_path: Path) -> None:
-    """The network is compiled for one size, so a processor that keeps proportions is refused until the user names one."""
+    """The network is compiled for one size. So a processor that keeps proportions is refused until the user gives a size."""
     sizes = {"size": {"shortest_edge": 32, "longest_edge": 64}}
     config = {**PATCHES, "image_size": [32, 48]}
     made = picture(
@@ -249,7 +252,7 @@ def test_pictures_that_keep_their_proportions_need_a_size(tmp_path: Path) -> Non
 def test_a_detector_with_a_mask_keeps_proportions(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pictures are padded to one size, and the network ignores the padding, as in the pipeline."""
+    """Pictures for a detector with a mask are padded to one size. The network ignores the padding, as in the pipeline."""
     options = HubOptions(batch_sizes=(2,), image_size=(64, 96))
     bundle = export_hf(detr(tmp_path / "model", family), out_dir=tmp_path / "bundle", options=options)
     assert "is empty for all samples" not in capsys.readouterr().err
@@ -275,7 +278,7 @@ def test_a_detector_with_a_mask_keeps_proportions(
     ],
 )
 def test_other_networks_are_refused(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:
-    """Networks whose answers are computed in another way are refused by name before their weights are read."""
+    """Networks whose answers rsrv cannot compute are refused by name before their weights are read."""
     config = {"architectures": [architecture], "model_type": kind}
     made = plain(tmp_path / "model", **{"config.json": json.dumps(config)})
     with pytest.raises(BundleError, match=f"'({architecture}|{kind})' {re.escape(reason)}"):
@@ -283,7 +286,10 @@ def test_other_networks_are_refused(architecture: str, kind: str, reason: str, t
 
 
 def test_pictures_of_the_user_are_compared(tmp_path: Path) -> None:
-    """A user's picture may have another size than the model's map, or lie on its side. A sample that is no picture is named."""
+    """A user's sample may be a picture of another size than the model's, or a picture that EXIF rotates.
+
+    If a sample is not a picture, the error names the sample.
+    """
     lying = Image.open(io.BytesIO(file(40, 20)))
     exif = lying.getexif()
     exif[0x112] = 6

@@ -20,7 +20,7 @@ def recipe(*inputs: str, picture_size: tuple[int, int] | None = None) -> Any:
 
 
 def test_each_line_is_a_text(tmp_path: Path) -> None:
-    """Each line is a sample, which errors name by file and line. Empty lines are skipped."""
+    """Each line of a file is a sample. The name of a sample has the file and the number of the line. Empty lines are skipped."""
     (file := tmp_path / "texts.txt").write_text("one\n\ntwo\x0bwords\n", encoding="utf-8")
     samples = read_samples([file], recipe("text"))
     assert samples == {f"{file}:1": row(text="one"), f"{file}:3": row(text="two\x0bwords")}
@@ -41,7 +41,10 @@ def test_a_tab_is_between_a_query_and_its_document(tmp_path: Path) -> None:
     [(b"\n \n", "has no text; write one sample per line"), (b"a\xff", "is not text in UTF-8")],
 )
 def test_a_file_without_texts_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
-    """A file without any text is refused, because an empty comparison would look like an agreement. So is a file that is not UTF-8."""
+    """A file without any text is refused, because comparing nothing would look like an agreement.
+
+    A file that is not UTF-8 is also refused.
+    """
     (file := tmp_path / "texts.txt").write_bytes(content)
     with pytest.raises(BundleError, match=reason):
         read_samples([file], recipe("text"))

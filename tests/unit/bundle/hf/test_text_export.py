@@ -117,7 +117,10 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
     ],
 )
 def test_a_pooling_that_nobody_chose_is_announced(options: HubOptions, note: str, tmp_path: Path) -> None:
-    """The directory of a plain encoder does not say how its vectors are pooled, and another choice gives other embeddings."""
+    """The export announces which pooling it has chosen for a plain encoder, unless the user chose one.
+
+    The directory does not name a pooling, and another pooling would give other embeddings.
+    """
     checked = open_directory(directories.bert(tmp_path / "model"))
     assert recipe_of(checked, "feature-extraction", options).note.startswith(note)
     assert bool(recipe_of(checked, "feature-extraction", options).note) is bool(note)
@@ -139,13 +142,13 @@ def test_texts_of_every_length_share_a_padded_axis(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["RoBERTa fills", "RoBERTa tags", "DistilBERT ranks", "last"])
 def test_each_task_has_a_padded_axis(kind: str, tmp_path: Path) -> None:
-    """Models that fill masks, tag tokens or rank pairs get a padded axis, because padding does not change their answers."""
+    """Models that fill masks, tag tokens, rank pairs or embed texts get a padded axis. Padding does not change their answers."""
     bundle = export(DIRECTORIES[kind][1](tmp_path / "model"), HubOptions(lengths=(40, 72), batch_sizes=(2,)))
     assert bundle.manifest.pad is not None
 
 
 def test_positions_before_the_first_token_count_for_no_length(tmp_path: Path) -> None:
-    """RoBERTa's positions begin after the id of its padding, so a table of 80 positions has room for 78 tokens only."""
+    """RoBERTa's positions begin after the id of its padding. So a table of 80 positions is enough for only 78 tokens."""
     directory = directories.roberta(tmp_path / "model")
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 1000}))
@@ -211,7 +214,7 @@ def test_an_embedding_may_be_cut(tmp_path: Path) -> None:
 
 
 def test_answers_that_differ_are_refused(tmp_path: Path) -> None:
-    """An answer that is not the framework's ends the export, with the sample's name."""
+    """If an answer differs from the framework's answer, the export fails. The error names the sample."""
     bundle = export(directories.bert(tmp_path / "model"))
     sample = row(text="a cat")
     right = ServedBundle(bundle)(sample)["embedding"][0]
@@ -226,7 +229,7 @@ def test_answers_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """The error names a head without weights, a configuration of another size, a huge size, and an unknown type of model."""
+    """Errors name a head without weights, a configuration of another size, a huge size, and an unknown type of model."""
     model = directories.bert(tmp_path / "model")
     with pytest.raises(BundleError, match="have no weight 'classifier"):
         export(model, HubOptions(task="text-classification"))

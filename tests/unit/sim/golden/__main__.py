@@ -1,6 +1,6 @@
-"""Reviewed decisions: each scenario has a .txt file of the same name with its decisions.
+"""The reviewed decisions of each scenario, in a .txt file with the scenario's name.
 
-`python -m tests.unit.sim.golden` writes these files again. Read the differences before you commit them.
+`python -m tests.unit.sim.golden` writes all .txt files again. Review the differences before you commit them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCENARIOS = sorted(Path(__file__).parent.glob("*.yaml"))
 
 
 def decide(scenario: Path) -> str:
-    """Return the decisions of a scenario, as its .txt file has them."""
+    """Return the decisions of a scenario in the form of its .txt file."""
     return "".join(f"{line}\n" for line in decision_lines(simulate(load_scenario(scenario))))
 
 

@@ -1,4 +1,4 @@
-"""Waiting: for a condition, and for tests that are coroutines."""
+"""Helpers that wait for a condition, and that run tests which are coroutines."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-#: Time limit in seconds for a condition or a whole coroutine. It is enough for processes that start beside ten others.
+#: Time limit in seconds for a condition or a whole coroutine. It is enough even if ten other processes start concurrently.
 PATIENCE_S = 120.0
 
-#: Time limits in seconds that a test lets pass. On a busy machine, a limit may pass before the test is in the state that it is
-#: about. Then the test tries the next limit.
+#: Time limits in seconds, for tests of what happens when a limit has passed. On a busy machine, a short limit may pass before
+#: the test has reached the state that it needs. The test then tries the next limit.
 LIMITS_S = (0.3, 3.0, 30.0)
 
 T = TypeVar("T")
 
 
 def wait_until(predicate: Callable[[], T], timeout: float = PATIENCE_S, *, what: str = "") -> T:
-    """Call `predicate` every 20 ms until its answer is true, and return that answer.
+    """Call `predicate` every 20 ms until it returns a true value, and return this value.
 
     Fails the test after `timeout` seconds. The message names `what` the test waited for.
     """

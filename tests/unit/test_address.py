@@ -1,4 +1,4 @@
-"""HOST:PORT, which gateway, node and control process parse in the same way."""
+"""Addresses in the form HOST:PORT. Gateway, node and control process parse them in the same way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rsrv.address import Address, parse_address
     ],
 )
 def test_host_and_port_are_taken_apart(text: str, address: Address, again: str) -> None:
-    """The brackets of an IPv6 address are removed by parsing, and added when the address is written."""
+    """Parsing removes the brackets around an IPv6 host. Writing the address as text adds them."""
     assert parse_address(text) == address
     assert str(address) == again
 
@@ -62,7 +62,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_server_may_leave_the_host_or_the_port_open() -> None:
-    """The host or the port may be left open if the setting allows it."""
+    """The host may be empty and the port may be 0 if the caller allows this."""
     assert parse_address("a:0", any_port=True) == Address("a", 0)
     assert parse_address(":1", any_host=True) == Address("", 1)
     for text in ("1", ":", ":0"):
@@ -74,6 +74,6 @@ def test_a_server_may_leave_the_host_or_the_port_open() -> None:
 
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_what_is_written_is_read(host: object, port: int) -> None:
-    """An address of either version of IP is the same after it is written and parsed."""
+    """An IPv4 or IPv6 address is the same after it was written as text and parsed."""
     address = Address(str(host), port)
     assert parse_address(str(address)) == address

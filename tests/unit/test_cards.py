@@ -17,7 +17,7 @@ PROFILE = CardProfile(
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """A profile is the same after it is written and read. It has the number of tuned kernels."""
+    """A profile is the same after it was written to a file and read. It counts its tuned kernels."""
     write_profile(tmp_path / "l4.profile", PROFILE)
     profile = read_profile(tmp_path / "l4.profile")
     assert profile == PROFILE
@@ -40,7 +40,7 @@ def test_a_missing_profile_says_so(tmp_path: Path) -> None:
 
 
 def test_a_misspelled_card_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelled card is refused before any bundle is read."""
+    """If the name of a card is unknown, the command refuses it before it reads any bundle."""
     with pytest.raises(SystemExit):
         parser().parse(["bundles", "-o", "gen", "--compile-for", "h10"])
     assert "unknown card 'h10', and no such file" in capsys.readouterr().err
@@ -48,16 +48,16 @@ def test_a_misspelled_card_is_refused_with_a_hint(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", sorted(CARDS))
 def test_a_card_is_described_as_xla_reads_it(name: str) -> None:
-    """The description of a card is one message in text form. It has the name that the driver reports."""
+    """The description of a card for XLA is one text-format message. It has the card's name as the driver reports it."""
     text = CARDS[name].target()
     assert text.count("{") == text.count("}")
     assert f'device_description_str: "{CARDS[name].kind}"' in text
 
 
 def test_an_execution_takes_its_compute_or_its_memory_traffic_and_its_launches() -> None:
-    """An execution takes the longer of its compute and its memory traffic, and in addition its launches.
+    """The estimated time of an execution is the larger of its compute time and its memory time, plus the time of its launches.
 
-    TF32 shortens the compute. A card without TF32 computes in f32.
+    TF32 shortens the compute time. A card without TF32 computes in f32.
     """
     h100, t4 = CARDS["h100"], CARDS["t4"]
     assert h100.seconds(494e12, 0, 0, tf32=True) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""`rsrv check-triton`: its lines about releases, machines and Pythons that the test machine does not have."""
+"""The lines of `rsrv check-triton` about releases of Triton, machines and Python versions that the test machine lacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = {"python": "3.12.3", "prefix": "/usr", "numpy": "2.3.5", "numpy_works": 
 
 
 def test_flags_of_newer_releases_are_named() -> None:
-    """If a release has all flags of `rsrv serve`, the line says what the newer flags change."""
+    """If a release has all flags that `rsrv serve` needs, the check passes. The line also explains newer flags."""
     assert line(flags_finding(FLAGS)) == "ok      flags: all 17 that `rsrv serve` needs"
     newer = line(flags_finding(FLAGS | {"allow-client-shm", "http-max-input-size"}))
     assert "`rsrv serve --client-shm` sets --allow-client-shm; --http-max-input-size limits JSON" in newer
@@ -87,7 +87,7 @@ def test_a_small_shared_memory_fails_with_the_remedy() -> None:
     ],
 )
 def test_the_python_of_the_stubs_is_judged(changed: dict[str, Any], lines: list[str]) -> None:
-    """A numpy that does not work with Triton is only a note with the remedy, because rsrv has a workaround."""
+    """If numpy does not work with this Triton, the check prints only a note with the remedy, because rsrv has a workaround."""
     texts = [line(finding) for finding in stub_findings({**FACTS, **changed})]
 
     assert len(texts) == len(lines)
@@ -95,7 +95,7 @@ def test_the_python_of_the_stubs_is_judged(changed: dict[str, Any], lines: list[
 
 
 def test_the_last_error_of_a_start_is_shown(tmp_path: Path) -> None:
-    """The last error is read from Triton's log or from the lines of `rsrv serve`. Without a log, there is none."""
+    """The last error is read from a log with lines of Triton or of `rsrv serve`. If there is no log, the result is empty."""
     log = tmp_path / "log"
     assert last_error(log) == ""
     log.write_text(
@@ -109,7 +109,7 @@ def test_the_last_error_of_a_start_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_start_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """If the program does not start, the line has its own message, and the exit status is 1."""
+    """If the tritonserver program does not start, the line shows what it has printed, and the exit status is 1."""
     (program := tmp_path / "tritonserver").write_text(
         "#!/bin/sh\necho libcuda.so.1: cannot open >&2\nexit 127\n"
     )
@@ -130,7 +130,10 @@ def test_a_program_that_is_missing_is_a_wrong_option(capsys: pytest.CaptureFixtu
 
 
 def test_flags_are_read_from_the_help_text(tmp_path: Path) -> None:
-    """A line that begins with a flag is read, whatever the exit status of the program is. Flags inside other texts are not."""
+    """Flags are read from the beginnings of lines of the help text, and not from within other lines.
+
+    The exit status of the program does not matter.
+    """
     (program := tmp_path / "tritonserver").write_text(
         "#!/bin/sh\ncat <<'E'\nUsage: tritonserver [options]\n  --model-repository <string>\n\tUse --load-model, too.\n"
         "  --allow-client-shm <boolean>\n\tDefault is false.\nE\nexit 1\n"

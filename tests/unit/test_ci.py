@@ -1,4 +1,4 @@
-"""Files for the services around the repository: GitHub's workflow, pre-commit, the package's description."""
+"""Files for other services: GitHub's workflow, the hooks of pre-commit, and the package's description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(name: str) -> Any:
 
 
 def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
-    """The workflow fits GitHub's schema, and runs each Python that the package supports."""
+    """The workflow is valid for GitHub's schema, and runs the tests with each Python version that the package supports."""
     workflow = read(".github/workflows/ci.yaml")
     jsonschema.validate(workflow, get_builtin_schema("vendor.github-workflows"))
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
@@ -32,7 +32,7 @@ def test_the_workflow_fits_its_schema_and_runs_each_supported_python() -> None:
 
 
 def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
-    """The hooks of a commit call the tools of the environment, in the lock's versions, as `make lint` does."""
+    """The hooks of pre-commit call the same tools in .venv as `make lint`, so they have the versions of the lock file."""
     (local,) = read(".pre-commit-config.yaml")["repos"]
     recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
     for hook in local["hooks"]:

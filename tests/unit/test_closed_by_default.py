@@ -15,7 +15,7 @@ ENVOY = Path(__file__).resolve().parents[2] / "deploy" / "envoy.yaml"
 
 
 def default_addresses() -> dict[str, Address]:
-    """Return the default addresses of all settings, by their keys."""
+    """Return the default address of each setting, command and example that has one."""
     addresses: dict[str, Address] = {}
     settings = load_settings()
     for section in Settings.model_fields:
@@ -35,10 +35,10 @@ def default_addresses() -> dict[str, Address]:
 
 @pytest.mark.parametrize("where", default_addresses())
 def test_an_address_is_of_this_machine_only(where: str) -> None:
-    """A default address is of this machine only, because clients of Triton can take a server over. Only an operator opens a port."""
+    """By default, a port is open for this machine only, because clients of Triton can take over a server."""
     assert default_addresses()[where].is_loopback
 
 
 def test_these_are_the_addresses() -> None:
-    """Addresses are found among the settings by their form, so a new one is also tested. Some known ones must be found."""
+    """The tests recognise addresses among the settings by their form, so new ones are also tested. Some known ones are found."""
     assert {"gateway.grpc", "gateway.http", "gateway.admin", "metrics.listen"} <= default_addresses().keys()

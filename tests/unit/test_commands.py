@@ -43,7 +43,7 @@ print(*set(sys.modules) - before, file=sys.stderr)
 
 
 def test_these_are_the_commands() -> None:
-    """The commands of a wheel are these."""
+    """The wheel installs exactly these commands."""
     assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim"}
 
 
@@ -115,7 +115,10 @@ def test_help_loads_no_heavy_module(script: EntryPoint) -> None:
 
 
 def test_the_version_is_pyproject_s_everywhere() -> None:
-    """The installed package has the version of pyproject.toml. So have files for other programs, which cannot read it."""
+    """The installed package has the version in pyproject.toml.
+
+    Files for other programs, which cannot read pyproject.toml, repeat this version.
+    """
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert distribution("rsrv").version == rsrv.__version__ == version
     copies = [
@@ -137,7 +140,10 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
-    """If a package of an extra is missing, the error names the extra without a traceback. A missing module of rsrv is a bug."""
+    """If a package of an extra is missing, the error has no traceback and says how to install the extra.
+
+    A missing module of rsrv itself is a bug, so it raises an error.
+    """
 
     @command("rsrv-x", extra="serve")
     def main(argv: object = None) -> int:
@@ -155,7 +161,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys: pytest.
 def test_a_closed_output_ends_a_command_quietly_and_another_pipe_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the reader of stdout is gone, the status is 0. A broken connection of the command itself is an error."""
+    """If the reader of stdout has closed it, the command ends with status 0. Any other broken pipe is an error."""
 
     @command("rsrv-x", extra="serve")
     def main(argv: object = None) -> int:
@@ -200,7 +206,7 @@ sys.exit(main({words}))
 def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
     starting: str, program: str, words: list[str], number: str
 ) -> None:
-    """A signal before the event loop runs ends the server with 0, as a later signal does."""
+    """A signal that arrives before the event loop runs ends the server with status 0, as a later signal does."""
     script = _ENDED_AT_ITS_START.format(module=starting, command=program, words=words, signal=number)
 
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -209,7 +215,10 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does() -> None:
-    """A command may finish its work after SIGTERM. The status names the signal, and the handler is removed after the command."""
+    """SIGTERM raises KeyboardInterrupt, so a command may finish its work. Otherwise, the exit status names the signal.
+
+    The signal handler is restored after the command.
+    """
     steps: list[str] = []
 
     def main(argv: Sequence[str] | None) -> int:

@@ -1,4 +1,4 @@
-"""The commands in the documentation. A test (tests/e2e/test_docs.py) runs each command, or a reason says why not."""
+"""The commands in the documentation. tests/e2e/test_docs.py runs each of them, unless tests/pages.py has a reason against it."""
 
 import argparse
 import re
@@ -18,7 +18,8 @@ from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, blocks, commands, mentions, strays
 
 COMMANDS = commands()
-#: By file of a public trace with a converter on the pages: some rows of its form, and the times and models of their requests.
+#: Public traces for which the pages have a converter, by the name of the file. Each has some rows in the file's format, and
+#: the times and models of the requests to which they are converted.
 PUBLIC_TRACES = {
     "invocations_per_function_md.anon.d01.csv": (
         f"""\
@@ -62,14 +63,14 @@ def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
-    """Indented blocks, and blocks without a language, contain no commands."""
+    """Commands are only in blocks that are fenced as sh. Other blocks contain no commands."""
     text = page.read_text(encoding="utf-8")
     assert strays(text) == [], "put these commands into a block that is fenced as sh"
 
 
 @of(*OURS)
 def test_the_flags_of_our_programs_exist(command: Command) -> None:
-    """The real parser accepts the flags of each line, even if the command is not run."""
+    """The parser of the program accepts the flags of each command on the pages, even if the command is not run."""
     parser_of(command.program).parse_args(command.words[1:])
 
 
@@ -82,7 +83,7 @@ def parser_of(program: str) -> argparse.ArgumentParser:
 
 @of("make")
 def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
-    """Targets and variables of make exist. The program that gets the flags in a variable knows them."""
+    """Targets and variables of make exist. If a variable has flags, the program that gets them knows them."""
     _, target, *variables = command.words
     recipe = recipe_of(target)
     assert recipe, f"no target {target}"
@@ -98,7 +99,7 @@ def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
 def recipe_of(target: str) -> str:
     """Return the commands of a target of make, or "" if there is no such target.
 
-    If a pattern makes the target, the stem is filled in.
+    For a target of a pattern rule, `$*` is replaced by the stem.
     """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for pattern in (target, re.sub("-.*", "-%", target)):
@@ -141,7 +142,7 @@ def test_the_extras_that_are_installed_exist(command: Command) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_commands_that_are_mentioned_exist(page: Path) -> None:
-    """The words and flags of commands in running text exist, although the commands there are not complete."""
+    """The subcommands and flags of commands that are mentioned in running text exist. These commands may be incomplete."""
     for mention in mentions(page.read_text(encoding="utf-8")):
         # Words after -- are flags of tritonserver.
         program, *words = mention.partition(" -- ")[0].split()
@@ -153,14 +154,14 @@ def test_commands_that_are_mentioned_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
-    """With PYTHONPATH=bundles, a maker that runs in the repository's root writes below build, and not beside its sources."""
+    """No example on the pages writes a bundle below the folder `bundles`, where the sources of examples are."""
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_no_page_of_prose_is_longer_than_a_reader_reads(page: Path) -> None:
-    """A page has at most 1,500 words, except code and tables, or its first paragraph says that it is a reference."""
+    """A page has at most 1,500 words outside of code and tables, unless its first paragraph says that it is a reference."""
     text = page.read_text(encoding="utf-8")
     opening = text.partition("\n\n")[2].partition("\n\n")[0]
     if "reference" not in opening:
@@ -190,7 +191,7 @@ def test_every_error_tag_has_its_row() -> None:
 
 
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """Return the words that look like flags or subcommands, but that the parser does not know."""
+    """Return the words that look like flags or subcommands, but are unknown to the parser."""
     (choices,) = [
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ] or [{}]

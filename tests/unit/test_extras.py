@@ -1,4 +1,4 @@
-"""The command that installs an extra, for each source from which rsrv may be installed."""
+"""The command that installs an extra. It depends on the source from which rsrv was installed."""
 
 import json
 from pathlib import Path

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_hostile_input_is_refused_and_harms_no_process(counts: Mapping[str, int]) -> None:
-    """Hostile input is refused. It runs in a new process, because a process with threads must not fork."""
+    """Hostile input is refused. The fuzzer runs in a new process, because it forks, and this process may have threads."""
     options = [word for kind in KINDS for word in (f"--{kind}", str(counts.get(kind, 0)))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", *options], check=False, cwd=ROOT, capture_output=True, text=True

@@ -57,7 +57,10 @@ def fail(tell: Told) -> None:
 def test_a_part_that_fails_keeps_its_findings_and_ends(
     work: Callable[[Told], None], limit_s: float, verdict: str, reason: str, tmp_path: Path
 ) -> None:
-    """A part that hangs is killed, and a part that crashes or raises is reported. The next part follows."""
+    """A part that hangs is killed at its limit. A part that crashes or raises an error is reported as failed.
+
+    In both cases, the findings of the part so far are kept.
+    """
     *before, last = processes.run(tmp_path, limit_s, work)
 
     assert [finding.what for finding in before] in (["before"], [])
@@ -70,7 +73,7 @@ def name_itself_and_hang(tell: Callable[[int], None]) -> None:
 
 
 def test_a_part_ends_with_the_command(tmp_path: Path) -> None:
-    """Ctrl-C reaches only the command. The command then leaves no process on the card."""
+    """Only the command gets the signal of Ctrl-C. The command then ends the process of the running part."""
     reports = processes.run(tmp_path, 60.0, name_itself_and_hang)
     pid = next(reports)
 
@@ -102,7 +105,10 @@ def test_a_time_that_is_no_number_of_minutes_is_refused(
 
 
 def test_every_part_has_a_share_of_the_time() -> None:
-    """The time limits rise in the order of the parts, up to the whole time. A single part gets the whole time."""
+    """Each part must end at some time after the start. These times rise in the order of the parts, up to the whole time.
+
+    A single part gets the whole time.
+    """
     ends = ends_of(list(PARTS), 600.0)
 
     assert list(ends) == list(PARTS)
@@ -112,7 +118,7 @@ def test_every_part_has_a_share_of_the_time() -> None:
 
 
 def test_a_part_that_does_not_fit_is_named_as_not_run() -> None:
-    """A part without enough time is NOT RUN. The reason has the seconds that are left, and what to do."""
+    """If too little time is left for a part, the part is NOT RUN. The reason has the seconds that are left, and what to do."""
     part = PARTS["eviction"]
 
     assert too_late(part, part.seconds) is None
@@ -149,7 +155,7 @@ def test_the_table_is_markdown_and_names_card_and_versions() -> None:
 def test_a_finding_that_counts_further_replaces_the_one_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each finding is in the file at once. A finding with a higher count replaces the one before, so the table has one row."""
+    """Each finding is written to the file at once. Findings that count further replace each other, so the table has one row."""
     file = tmp_path / "figures.json"
     table = Table(DeviceFacts("NVIDIA H100", "cuda", True, None, ""), file)
 
@@ -166,7 +172,10 @@ def test_a_finding_that_counts_further_replaces_the_one_before(
 def test_pytorch_of_the_python_outside_the_virtual_environment_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the check's own Python has no PyTorch with CUDA, the Python of which it is a virtual environment is tried."""
+    """The check compares with PyTorch if its own Python has one with CUDA.
+
+    If not, the Python is tried from which the check's virtual environment was made.
+    """
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\necho 2.9\nwhile read line; do echo 50.0 0.02; done\n")
@@ -196,7 +205,7 @@ def hold_a_part(folder: Path, numbers: Connection) -> None:
 
 
 def test_a_part_and_its_servers_end_if_the_command_is_killed(tmp_path: Path) -> None:
-    """After `kill -9` of the command, no process is on the card, and no folder is left."""
+    """If the command is killed with `kill -9`, the processes of its running part also end, and its folder is removed."""
     (own := tmp_path / "command" / "part").mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""A histogram counts each value once, in its interval, and is the same after a transport."""
+"""A histogram counts each value once, in its interval, and is the same after it was written as JSON and read."""
 
 from bisect import bisect_left
 from typing import Any
@@ -79,7 +79,7 @@ def made(seen: list[float]) -> Histogram:
 
 @given(values, values)
 def test_what_came_later_is_the_difference(earlier: list[float], later: list[float]) -> None:
-    """The difference of two histograms is the histogram of the values between them."""
+    """The difference between two states of a histogram is the histogram of the values that were added between them."""
     histogram = made(earlier + later).since(made(earlier))
 
     assert histogram.counts == made(later).counts
@@ -88,7 +88,7 @@ def test_what_came_later_is_the_difference(earlier: list[float], later: list[flo
 
 @given(values, values)
 def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now: list[float]) -> None:
-    """If an interval has fewer values than before, the histogram was restarted, and all its values are new."""
+    """If an interval has fewer values than before, the histogram was restarted. The difference then has all its values."""
     before = made(earlier)
     if all(count >= old for count, old in zip(made(now).counts, before.counts, strict=True)):
         return
@@ -99,7 +99,10 @@ def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now
 
 @given(values, st.floats(0.01, 1.0))
 def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float) -> None:
-    """A quantile is in the interval of its value. Without values there is none. Above the last bound, it is this bound."""
+    """A quantile lies in the interval that contains the exact value, or is the last bound if this value is above it.
+
+    Without values, there is no quantile.
+    """
     quantile = made(seen).quantile(q)
 
     assert (quantile is None) == (not seen)
@@ -113,6 +116,6 @@ def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float)
 
 @given(values.filter(bool))
 def test_quantiles_rise(seen: list[float]) -> None:
-    """Quantiles rise with their share."""
+    """The quantile of a larger share is not smaller."""
     quantiles = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
     assert quantiles == sorted(quantiles)

@@ -35,7 +35,7 @@ def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
 def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine(
     tmp_path: Path, groups: str | None, files: dict[str, bytes]
 ) -> None:
-    """Without control groups, or with unreadable files, the memory is that of the machine."""
+    """If there are no control groups, or their files cannot be read, the available memory is the machine's memory."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 400 kB\n")
     if groups is not None:
@@ -51,9 +51,9 @@ def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine
 def test_the_mappings_that_are_left_are_those_that_the_kernel_allows_but_for_the_lines_of_maps(
     tmp_path: Path,
 ) -> None:
-    """The number of spare mappings is the kernel's limit minus the lines of /proc/self/maps.
+    """The number of further memory mappings is the kernel's limit minus the number of lines in /proc/self/maps.
 
-    If the system does not report either, there are enough.
+    If the system does not report both numbers, a very large number is returned.
     """
     (tmp_path / "proc/self").mkdir(parents=True)
     assert spare_mappings(tmp_path) == (1 << 31, 1 << 31)

@@ -11,9 +11,9 @@ from rsrv.triton_install import InstallError
 
 
 def test_no_port_is_given_twice_by_this_process_or_the_kernel() -> None:
-    """No port is returned twice, because a server may listen there only seconds later.
+    """A process never gets the same port twice, because the server for the first request may listen there only later.
 
-    All ports are below 32768, where Linux's own ports for outgoing connections begin.
+    All ports are below 32768, so the kernel does not use them for outgoing connections.
     """
     ports = free_ports(3) + free_ports(3)
 
@@ -40,7 +40,10 @@ def test_no_port_is_given_to_two_processes(tmp_path: Path) -> None:
 def test_another_tritonserver_keeps_its_libraries_and_its_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RSRV_TEST_TRITONSERVER names another tritonserver. It gets the tests' flags, but no path of the installation that make made."""
+    """The tests may use another tritonserver, which RSRV_TEST_TRITONSERVER names.
+
+    It gets the tests' flags, but no path of the installation that `make` has made.
+    """
     monkeypatch.setattr(local_triton, "OTHER", tmp_path / "tritonserver")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)

@@ -43,7 +43,7 @@ def root() -> Iterator[logging.Logger]:
 
 
 def two_records() -> None:
-    """Log two records, the second one with an exception."""
+    """Log two records. The second one has an exception."""
     log = logging.getLogger("rsrv.test")
     log.info("%d of %s\nis here", 1, "ä", extra=logs.fields(bytes=5, request="", evicted=["b"], reason=None))
     try:
@@ -115,7 +115,7 @@ def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> Non
 
 @pytest.mark.parametrize("format", ["human", "json"])
 def test_a_long_line_is_shortened(format: logs.Format) -> None:
-    """Of a hook's error with megabytes from a client, the line has the start, the end and the length."""
+    """If a hook's error quotes megabytes of a client, the log line has only the start, the end and the length of the text."""
     try:
         raise ValueError("x" * 1_000_000 + "the end")
     except ValueError as error:
@@ -129,7 +129,7 @@ def test_a_long_line_is_shortened(format: logs.Format) -> None:
 
 
 def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log is set up again when the settings are known. Each record is logged once, as the settings say."""
+    """The log is set up again when the settings are known. Each later record is logged only once, in the configured format."""
     logs.setup()
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here")
@@ -137,7 +137,7 @@ def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[
 
 
 def test_lines_that_hooks_log_keep_their_logger(root: logging.Logger) -> None:
-    """model.py is loaded before the second setup. A handler that it has added is kept."""
+    """model.py may be loaded before the second setup of the log. If it has added a handler, this handler is kept."""
     logs.setup()
     own = logging.StreamHandler(io.StringIO())
     root.addHandler(own)
@@ -146,7 +146,7 @@ def test_lines_that_hooks_log_keep_their_logger(root: logging.Logger) -> None:
 
 
 def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Python warning, as of numpy for a hook's division by zero, becomes a line of the log."""
+    """A Python warning becomes a line of the log. For example, numpy warns if a hook divides by zero."""
     logs.setup("json")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -200,9 +200,9 @@ def say(handler: logging.Handler, text: str, level: int = logging.INFO) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> None:
-    """Lines without room are counted, and their number is logged later. The other lines arrive whole and in order.
+    """If nobody reads the log, lines that do not fit are counted, and their number is logged later.
 
-    Another process with the same open file may set it to blocking or non-blocking.
+    All other lines arrive complete and in order, whether the log is blocking or not: another process may change that.
     """
     os.set_blocking(pipe.end, blocking)
     handler = logs.Aside(pipe.end, 3)
@@ -216,7 +216,10 @@ def test_a_log_that_is_not_read_blocks_no_thread(pipe: Pipe, blocking: bool) -> 
 
 
 def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
-    """If the log has a descriptor above 1023, as in a server with hundreds of models, writing also waits for room."""
+    """Writing to a full log waits until the log is read, even if its descriptor is above 1023.
+
+    A server with hundreds of models has such descriptors.
+    """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_limit(resource.RLIMIT_NOFILE)
     far = fcntl.fcntl(pipe.end, fcntl.F_DUPFD, 1024)
@@ -230,7 +233,7 @@ def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
 
 
 def test_a_process_without_a_line_has_no_thread_for_them(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has no thread for lines before its first line. If no thread can be started, it logs without one."""
+    """A process starts its thread for log lines with the first line. If no thread can be started, it logs without one."""
     threads = set(threading.enumerate())
     handler = logs.Aside(pipe.end)
     assert set(threading.enumerate()) <= threads  # A thread of an earlier test may have ended.
@@ -266,14 +269,17 @@ handler.handle(logging.makeLogRecord({"msg": "of the process", "levelno": 20}))
 
 
 def test_a_copy_of_the_process_logs_without_its_thread() -> None:
-    """After a fork, logging does not wait for locks that other threads held, because these are never released."""
+    """After a fork, the child logs without waiting for locks that other threads held, because nobody releases them."""
     script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKED]
     done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stderr.splitlines() == ["of the copy", "of the process"]
 
 
 def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line has the values that its arguments had when it was logged. A message that cannot be formatted ends no thread."""
+    """A line has the values that its arguments had when it was logged, even if it is written later.
+
+    A message that cannot be formatted does not end the writing thread.
+    """
     handler = logs.Aside(pipe.end)
     handler.setFormatter(logs.formatter("json"))
     names = ["a"]
@@ -324,7 +330,7 @@ def test_a_process_that_serves_never_waits_for_the_log(
 
 @pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
 def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
-    """A client's id and text may be megabytes long. Lines quote a limited part."""
+    """A client's id and text may be megabytes long. The log quotes only a limited part of them."""
     request = ClientRequest(FakeRequest({}, id="i" * 10_000_000), ArrivalTime.now())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
         FailureLog().ended(status, "t" * 1_000_000, request.id)
@@ -334,9 +340,9 @@ def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.Log
 
 
 def test_lines_about_single_requests_are_limited_by_their_message(root: logging.Logger) -> None:
-    """If a client makes every request fail, only a few lines per second are logged, and the number of the others.
+    """Of lines about single requests with the same message, only a few per second are logged. The others are counted.
 
-    Other lines are not limited.
+    Lines that are not about a request are not limited.
     """
     now = [100.0]
     limit = LineLimit(lambda: now[0])
@@ -372,9 +378,9 @@ def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logge
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    """If many requests are refused, one line per second has one of them and the number of the others.
+    """If many requests are refused with the same status, one line per second names one of them and counts the others.
 
-    Each outcome has its own lines. A failure of rsrv itself always has a line.
+    Each failure of rsrv itself has a line.
     """
     now = [100.0]
     failures = FailureLog(lambda: now[0])
@@ -403,7 +409,10 @@ def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCa
 
 
 def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
-    """A library may log one line per second for each logger and class of exception. The others are counted. rsrv's own lines all pass."""
+    """A library may log one line per second for each of its loggers and each class of exception. Further lines are counted.
+
+    Lines of rsrv's own loggers are not limited by this.
+    """
     now = [100.0]
     repeated = LineLimit(lambda: now[0])
 
@@ -424,7 +433,7 @@ def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
 
 
 def test_a_request_that_is_not_http_costs_one_short_line(root: logging.Logger) -> None:
-    """A request that is not HTTP causes one short line without a traceback. A fault of a handler keeps its traceback."""
+    """A malformed HTTP request causes one short line without a traceback. An error of a handler is logged with its traceback."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(LineLimit(lambda: 100.0))

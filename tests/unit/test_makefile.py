@@ -1,4 +1,4 @@
-"""Messages of make before it installs anything."""
+"""What make does before it runs a target: which Python it refuses, and what it builds first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target: str) -> None:
-    """If Python is too old, one line has its version, the versions that work, and a command. No environment is made."""
+    """If Python is too old, make prints one line with its version, the supported versions and a command that works.
+
+    It makes no virtual environment.
+    """
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "requirements.lock"):
         (tmp_path / name).touch()
@@ -48,7 +51,7 @@ def test_only_long_tests_wait_for_networks_to_be_trained(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["dist", "test-wheel", "test-native", "test-long", "demo", "serve"])
 def test_a_changed_native_front_is_built_before_it_is_used(target: str) -> None:
-    """A changed native front is built first, because the demo shares executions only with it, and a wheel must contain it."""
+    """If the source of the native front has changed, these targets build it first."""
     source = "triton_backend/rsrv/native/link.c"
     done = subprocess.run(
         ["make", "-n", "-W", source, target, f"PYTHON={sys.executable}"],

@@ -27,7 +27,7 @@ class Clock:
 
 
 def done_at(stream: io.StringIO, total: int | None, *moments: float) -> list[str]:
-    """Return the lines about steps that end at these times, in seconds after the start."""
+    """Return the progress lines of work whose steps end at these times, in seconds after the start."""
     clock = Clock()
     with steps("packing", total, stream=stream, clock=clock, every=1.0) as progress:
         for number, moment in enumerate(moments):
@@ -76,7 +76,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with steps("packing", 2, stream=stream, clock=clock) as progress:
         clock.now += 65
         progress.step("[b]box")
-    # A thread draws the bar a few times a second, and once more at the end.
+    # The bar is drawn a last time at the end, so the output has the latest figures.
     output = stream.getvalue()
     assert "packing" in output
     assert "1/2" in output

@@ -1,4 +1,4 @@
-"""rsrv.yaml: typed and overridable. A wrong key is refused with the nearest known one."""
+"""The settings in rsrv.yaml have types, and the environment overrides them. A wrong key is refused with the nearest known one."""
 
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -46,7 +46,7 @@ def test_what_is_written_reads_back_the_same() -> None:
 
 
 def test_the_dump_documents_every_key() -> None:
-    """The dump has a comment for every key, because it is the example file."""
+    """The dumped settings have a comment for every key, because users read them as an example."""
     text = dump_settings(load_settings(""))
 
     for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "transport"):
@@ -77,7 +77,7 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
     assert load_settings(f"runtime: {{idle: {{host: {text}}}}}").runtime.idle.host == seconds
 
 
-#: By the end of the names of settings that are times or sizes: a text and its value in the setting's unit.
+#: The ends of the names of settings that are times or sizes. Each has an example text and its value in the setting's unit.
 UNITS = {"_s": ("5m", 300.0), "_ms": ("0.02s", 20.0), "_us": ("2ms", 2000), "_bytes": ("1GiB", 2**30)}
 
 
@@ -100,7 +100,10 @@ KEYS = [
 
 @pytest.mark.parametrize(("key", "end"), KEYS)
 def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, key: str, end: str) -> None:
-    """Every time or size may have a unit, in the file and in the environment. The error for another text names the forms."""
+    """Every time or size may have a unit, in the file and in the environment.
+
+    The error about a text that is not a time or size shows the possible forms.
+    """
     assert len(KEYS) > 10
     written, expected = UNITS[end]
     section, _, name = key.rpartition(".")
@@ -177,7 +180,7 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
     ],
 )
 def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
-    """A wrong file is refused with the file, the key and what to do."""
+    """The error about a wrong setting names the file and the key, and says what to do."""
     with pytest.raises(SettingsError) as caught:
         load_settings(text)
 
@@ -210,7 +213,7 @@ def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
 def test_a_wrong_variable_is_refused_by_its_name(
     monkeypatch: pytest.MonkeyPatch, variable: str, message: str
 ) -> None:
-    """A misspelt section or key, or a wrong value, in the environment is refused with the variable's name, and not the file's."""
+    """If a variable of the environment has an unknown section or key, or a wrong value, the error names it, and not the file."""
     monkeypatch.setenv(*variable.split("=", 1))
 
     with pytest.raises(SettingsError) as caught:

@@ -10,7 +10,7 @@ from rsrv.settings_times import due
 
 
 def at(text: str) -> float:
-    """Return a time in June 2025 from the text `DAY CLOCK`. Sunday is 1 June, and Monday is 2 June."""
+    """Return the Unix time of a text such as `02 09:04`: a day of June 2025 and a time. 1 June is a Sunday."""
     day, clock = text.split(" ")
     return datetime.fromisoformat(f"2025-06-{day}T{clock}").timestamp()
 
@@ -58,7 +58,7 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("berlin")
 @pytest.mark.parametrize(("night", "comes_at"), [("2026-03-29", "03:30"), ("2026-10-25", "02:30")])
 def test_a_time_of_the_night_when_the_clock_is_changed_is_due_once(night: str, comes_at: str) -> None:
-    """A time that the clock skips is due one hour later on the clock. A time that the clock repeats is due once."""
+    """If the clock skips a time, for daylight saving, it is due one hour later. If the clock repeats a time, it is due once."""
     last = datetime.fromisoformat(f"{night}T00:00").astimezone(UTC).timestamp()
     times = []
     for now in range(int(last) + 30, int(last) + 6 * 3600, 30):

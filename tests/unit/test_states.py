@@ -1,4 +1,4 @@
-"""The page of states shows the tables of the code."""
+"""The diagrams on the page about states show the tables of transitions in the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import state_diagrams as tool
 
 
 def test_the_page_is_current() -> None:
-    """The diagrams on the page are those of the tables. `make pages` draws them."""
+    """The diagrams on the page are made from the current tables. `make pages` draws them again."""
     page = tool.PAGE.read_text(encoding="utf-8")
 
     assert tool.rewrite(page) == page
@@ -28,7 +28,7 @@ def test_the_page_is_current() -> None:
     ],
 )
 def test_every_state_is_reached_and_every_event_is_used(module: str) -> None:
-    """Every state and every event is in the table. One that is not in the table could not occur."""
+    """The table reaches every state and uses every event. Any other state or event could never occur."""
     transitions: Mapping[tuple[StrEnum, StrEnum], StrEnum] = import_module(module).TRANSITIONS
     (first, event), *_ = transitions
     states, events = list(type(first)), list(type(event))
@@ -38,6 +38,6 @@ def test_every_state_is_reached_and_every_event_is_used(module: str) -> None:
 
 
 def test_a_page_without_markers_is_refused() -> None:
-    """A page without markers is refused, because its old diagrams would stay unnoticed."""
+    """A page without markers for the diagrams is refused, because its old diagrams would never be replaced."""
     with pytest.raises(ValueError, match="<!-- weights -->"):
         tool.rewrite("")

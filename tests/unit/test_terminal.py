@@ -21,7 +21,7 @@ def term(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_severities_have_colours_on_a_terminal() -> None:
-    """On a terminal, the most urgent severity is red. Spaces for alignment stay."""
+    """On a terminal, the most urgent severity is red. Spaces after a word are kept, but not coloured."""
     assert styled("critical", Terminal()) == "\x1b[1;31mcritical\x1b[0m"
     assert styled("ok      ", Terminal()) == "\x1b[32mok      \x1b[0m"
     assert styled("other", Terminal()) == "other"

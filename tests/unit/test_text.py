@@ -21,7 +21,7 @@ from rsrv.text import amount, by_number, duration, naming, nearest, os_error, pe
     ],
 )
 def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str) -> None:
-    """Bytes have three digits and units in steps of 1000, never of 1024."""
+    """Numbers of bytes are shown with three digits, and with units in steps of 1000, never of 1024."""
     assert amount(nbytes) == text
 
 
@@ -41,7 +41,10 @@ def test_bytes_have_three_digits_in_steps_of_1000(nbytes: int | None, text: str)
     ],
 )
 def test_a_time_has_the_unit_that_fits(seconds: float | None, text: str) -> None:
-    """The unit of a time fits its size, from microseconds to hours. If a figure rounds up to the next unit, it has that unit."""
+    """A duration is shown in the unit that fits it, from microseconds to hours.
+
+    If it rounds up to one of the next unit, it is shown in that unit.
+    """
     assert duration(seconds) == text
 
 
@@ -60,18 +63,21 @@ def test_rates_and_shares_have_three_digits() -> None:
     ],
 )
 def test_an_unknown_word_gets_the_nearest_one(word: str, hint: str) -> None:
-    """For an unknown word, the hint has the nearest known word, or else all known words. A long word takes no time."""
+    """A hint about an unknown word has the nearest known word, or else all known words.
+
+    Only the start of a long word is compared.
+    """
     assert nearest(word, ["status", "top"]) == hint
 
 
 def test_names_sort_as_people_count() -> None:
-    """Numbers in names are compared as numbers. Names without a number, and names that begin with one, are sorted in between."""
+    """Numbers in names are compared as numbers, so m2 comes before m10. A name may begin with a number or have none."""
     names = ["m10", "m", "10", "m2", "9", "m2b10", "m2b9", "a"]
     assert sorted(names, key=by_number) == ["9", "10", "a", "m", "m2", "m2b9", "m2b10", "m10"]
 
 
 def test_an_error_without_a_file_gets_the_one_that_was_worked_on(tmp_path: Path) -> None:
-    """If an error of the system names no file, as on a full disk, it gets the name of the file in use."""
+    """If an error of the system names no file, as on a full disk, its text gets the path that the program was working on."""
     with pytest.raises(OSError, match="No space") as failed, naming(tmp_path), open("/dev/full", "w") as full:
         full.write("text")
     assert os_error(failed.value) == f"{tmp_path}: No space left on device"

@@ -1,4 +1,4 @@
-"""Options of a running tritonserver. The command line is read as the server itself reads it."""
+"""Options of a running tritonserver. They are read from its command line in the same way as the server reads them."""
 
 import os
 
@@ -28,12 +28,18 @@ from rsrv.triton_command_line import (
     ],
 )
 def test_a_switch_has_its_last_value_in_any_form(words: str, on: bool) -> None:
-    """A switch may be `--name=value`, `--name value`, or `--name` for true. The last one is used. Other words are ignored."""
+    """A switch may be written as `--name=value`, `--name value`, or `--name` for true. If it is repeated, the last one counts.
+
+    Words that are no switches are ignored.
+    """
     assert Options(["tritonserver", *words.split()]).is_on("allow-grpc", default=True) is on
 
 
 def test_a_name_may_be_cut_short_while_it_is_unambiguous() -> None:
-    """A name may be abbreviated while it is unambiguous: --backend-directory begins like --backend-config, and is another option."""
+    """The name of an option may be abbreviated if no other option begins like this.
+
+    For example, --backend-c means --backend-config, but --backend- could also mean --backend-directory.
+    """
     options = Options(["--backend-conf=a", "--backend-config=b", "--backend-c=c", "--backend-directory=d"])
 
     assert options.values("backend-config", shortest="backend-c") == ["a", "b", "c"]
@@ -52,14 +58,17 @@ def test_a_process_that_has_ended_has_no_command_line() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "fd00::7"])
 @pytest.mark.parametrize("front", DEFAULT_PORTS)
 def test_an_address_is_read_as_it_is_written(host: str, front: str) -> None:
-    """IPv6 addresses are read in the spelling of each front end."""
+    """Each front end spells IPv6 addresses in its own way. All spellings are read."""
     address = listening(Options([address_flag(front, host), f"--{front}-port=7"]), front)
 
     assert (address.host, address.port) == (host, 7)
 
 
 def test_each_restricted_api_has_its_key() -> None:
-    """Each restricted API has its key. A value may contain an equals sign, and each protocol has its own restrictions."""
+    """The restrictions of a protocol are read as the key and its value for each API. A value may contain an equals sign.
+
+    The other protocol is not affected.
+    """
     options = Options(
         ["--grpc-restricted-protocol=trace,logging:k=a=b", "--grpc-restricted-protocol", "health:l=c"]
     )
@@ -89,9 +98,9 @@ CLOSED = "model-repository,logging,trace,shared-memory:k=v"
     ],
 )  # fmt: skip
 def test_a_server_says_what_other_machines_can_do_with_it(line: str, words: list[str]) -> None:
-    """Only APIs that other machines reach without a key are named.
+    """The warning names only APIs that other machines reach without a key.
 
-    If the mode allows no loads, loading models is not named.
+    If the server's mode allows no loads, the warning does not say that others can load models.
     """
     warning = open_apis_warning(Options(["tritonserver", *line.split()]))
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_another_machine_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On aarch64, the command names the other ways, and makes no folder."""
+    """On aarch64, the command makes no folder. The error names other ways to get a tritonserver, such as NVIDIA's container."""
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert main(["triton", "install", "--dir", str(tmp_path / "triton")]) == 1
     assert "NVIDIA's container" in capsys.readouterr().err
@@ -28,7 +28,7 @@ def test_another_machine_is_refused_before_anything_is_written(
 def test_a_folder_from_which_triton_starts_no_stub_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder from which Triton cannot start stubs is refused, because the server would hang without a message at its first load."""
+    """A folder is refused if Triton could not start stubs from it. The server would hang without a message at its first load."""
     assert main(["triton", "install", "--dir", str(tmp_path / "my triton")]) == 1
     assert "because of the characters [' ']" in capsys.readouterr().err
     assert not (tmp_path / "my triton").exists()
@@ -38,7 +38,7 @@ def test_a_folder_from_which_triton_starts_no_stub_is_refused(
 def test_a_wheel_with_another_checksum_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a file's hash is not the expected one, pip refuses the file, and the step is not done."""
+    """If a wheel has another hash than the pinned one, pip refuses the wheel, and the step of the installation is not done."""
     with zipfile.ZipFile(tmp_path / "pillow-13.0.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(
             "pillow-13.0.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: pillow\nVersion: 13.0.0\n"
@@ -66,7 +66,7 @@ def test_environments_share_the_server_and_nothing_else(
 
 
 def test_the_stubs_packages_are_those_that_the_package_asks_for() -> None:
-    """Each pinned version fits the extra `hooks`, and each requirement of the extra is pinned."""
+    """Each requirement of the extra `hooks` has a pinned version in the stubs' environment, and this version fits."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = [Requirement(line.partition(" --hash")[0]) for line in triton_install.STUB.splitlines()]
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pinned}

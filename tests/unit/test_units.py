@@ -31,7 +31,7 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str, space: str)
 
 @given(st.floats(0, 1e6, allow_subnormal=False), st.sampled_from(sorted(SECONDS)))
 def test_a_time_is_its_number_times_its_unit(number: float, unit: str) -> None:
-    """A time is read in seconds, or in the unit that is used for numbers without a unit."""
+    """A time is returned in seconds, or in the unit that the caller names. A number without a unit is in this unit."""
     assert math.isclose(parse_time(f"{number:.6f}{unit}"), float(f"{number:.6f}") * SECONDS[unit])
     assert parse_time(f"{number:.6f}", unit) == float(f"{number:.6f}")
 
@@ -40,7 +40,7 @@ def test_a_time_is_its_number_times_its_unit(number: float, unit: str) -> None:
     ("text", "size"), [("0.5GB", 500_000_000), ("1.5GiB", 3 << 29), ("2e9", 2 * 10**9), (" 7 ", 7)]
 )
 def test_a_size_may_have_a_fraction_if_its_bytes_are_whole(text: str, size: int) -> None:
-    """A size may have a fraction if it is a whole number of bytes."""
+    """A size such as 1.5 kB may have a fraction if it is a whole number of bytes."""
     assert parse_size(text) == size
 
 
@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "m", "5 min", "1h30m", "5M", "1e5000", "inf", "nan"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    """A text that is not a time is refused. Units in capitals are refused, because M may mean a month."""
+    """A text that is not a time is refused. So are units in capitals, because M could mean a month."""
     with pytest.raises(ValueError, match="such as 500ms, 90s, 5m or 1h"):
         parse_time(text)
 

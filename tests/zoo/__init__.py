@@ -1,1 +1,1 @@
-"""The zoo: architectures of other packages with random weights. Each is exported as a user would do it, in its own process."""
+"""The zoo: architectures of other packages with random weights. Each is exported in its own process, as a user would do it."""

@@ -1,7 +1,7 @@
-"""Export the architectures of the zoo, each in its own process, and write docs/what-exports.md and .csv.
+"""Export the architectures of the zoo, each in its own process, and write docs/what-exports.md and docs/what-exports.csv.
 
-This runs in the environment of `make zoo`. The results are in build/zoo-results.jsonl. An architecture that has a result there is
-not run again.
+This runs in the environment of `make zoo`. The results are kept in build/zoo-results.jsonl. An architecture that already has a
+result is not run again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.zoo.page import page, table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "zoo-results.jsonl"
-#: File with the largest errors of served models, by bundle.
+#: File with the largest error of each bundle that `tests.zoo.served` has served.
 SERVED = ROOT / "build" / "zoo-served.json"
 PAGE = ROOT / "docs" / "what-exports.md"
 #: Folder of the small bundles, which `tests.zoo.served` serves.
 SMALL_BUNDLES = ROOT / "build" / "zoo-bundles"
-#: Limits for one architecture: seconds of CPU time, and seconds by the clock.
+#: Limits for one architecture: seconds of CPU time, and seconds of elapsed time.
 CPU_SECONDS, SECONDS = 240, 900
 
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the architectures that have no result yet. Their order is random, so it does not depend on their names."""
+    """Run the architectures that have no result yet. They are shuffled, so a limited run is not only the start of the list."""
     known = set() if arguments.eager else {result["name"] for result in results()}
     waiting = [
         entry
@@ -107,7 +107,7 @@ PRELOADED = """
 
 
 def _preload() -> None:
-    """Import these modules before any process starts. Without this, imports take half of the time of a small model."""
+    """Import `PRELOADED` before any process is forked. Otherwise, a small model would spend half of its time on imports."""
     import torch
 
     for name in PRELOADED.split():
@@ -118,7 +118,8 @@ def _preload() -> None:
 
 def _start(entry: Entry, file: Path, eager: bool) -> int:
     with warnings.catch_warnings():
-        # The warning is about threads that hold locks. The parent has only imported modules, so it has no such threads.
+        # Python warns that other threads of a forking process may hold locks. This process has only imported modules, so none
+        # of its threads holds a lock.
         warnings.simplefilter("ignore")
         process = os.fork()
     if process:
@@ -141,7 +142,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
         result.update(fields)
         file.write_text(json.dumps(result))
 
-    # This is the result if the process is killed.
+    # Write a result first. It stays if the process is killed at a limit.
     write(failed="takes more than the time limit")
     try:
         made = made_of(entry)
@@ -161,7 +162,7 @@ def _run(entry: Entry, file: Path, eager: bool) -> None:
 
 
 def made_of(entry: Entry) -> Made:
-    """Make the model, and run it in PyTorch. An error here is an error of the list."""
+    """Make the model of an entry, and run it in PyTorch. If this raises an error, the entry in the list is wrong."""
     import torch
 
     torch.manual_seed(0)
@@ -201,7 +202,7 @@ def _export(name: str, made: Made) -> dict[str, Any]:
 
 
 def _keep(name: str, bundle: Any, made: Made) -> None:
-    """Keep a small bundle for `tests.zoo.served`, with inputs of one row and of two rows, and PyTorch's answers to them."""
+    """Copy a small bundle to the folder from which `tests.zoo.served` serves it, with random inputs and PyTorch's answers."""
     import numpy as np
 
     from rsrv_bundle.from_torch import eager_torch

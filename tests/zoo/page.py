@@ -28,9 +28,9 @@ reason why it was refused.
 
 
 def page(entries: Sequence[Entry], results: Sequence[Mapping[str, Any]], served: Mapping[str, float]) -> str:
-    """Return the page for a list of architectures, of which some have results.
+    """Return the page "What exports". Architectures without a result are counted as not run.
 
-    served: bundle -> largest relative error of Triton's answers.
+    `served` has the largest relative error of Triton's answers for each served bundle.
     """
     by_name = {result["name"]: result for result in results}
     packages = sorted({entry.package for entry in entries})

@@ -1,4 +1,7 @@
-"""Serve small bundles of the zoo with Triton, and compare the answers with PyTorch's. This runs in the environment of the tests."""
+"""Serve small bundles of the zoo with Triton, and compare the answers with PyTorch's.
+
+This runs in the environment of the tests, not in that of `make zoo`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.zoo.__main__ import SERVED, SMALL_BUNDLES
 
 
 def main(count: int = 24) -> None:
-    """Serve the first `count` bundles by name, and write the largest error of each."""
+    """Serve the first `count` bundles in the order of their names. Write the largest error of each to `SERVED`."""
     files = sorted(SMALL_BUNDLES.glob("*.npz"))[:count]
     errors = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +38,7 @@ def _errors(call: object, file: Path) -> list[float]:
     with np.load(file) as arrays:
         inputs = {key[3:]: arrays[key] for key in arrays.files if key.startswith("in/")}
         expected = {key[4:]: arrays[key] for key in arrays.files if key.startswith("out/")}
-    # Triton needs an axis after the batch axis.
+    # Triton refuses inputs that have only a batch axis, so add an axis.
     answers = call(
         file.stem, {key: value[:, None] if value.ndim == 1 else value for key, value in inputs.items()}
     )

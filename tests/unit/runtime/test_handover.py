@@ -99,7 +99,7 @@ def test_after_a_sleep_models_return_without_a_stub(
 
 
 class Busy(Inspector):
-    """An inspector that keeps the build thread waiting until the gate opens."""
+    """Keeps the build thread waiting until the gate opens."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()

@@ -503,7 +503,7 @@ def test_a_store_that_is_closed_during_a_load_leaves_nothing(
 def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
     private: HostStore, make: MakeBundle
 ) -> None:
-    """A file that was replaced after its header was read is refused, because its tensors may have other offsets."""
+    """A file that was replaced after its header was read is refused, because its tensors may be at other places."""
     bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
     os.replace(weights_file(other), weights_file(bundle))
 

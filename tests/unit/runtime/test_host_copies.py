@@ -1,4 +1,4 @@
-"""Host copies under a limit: which models get a copy, which models lose theirs, and what clients see."""
+"""Host copies under a limit: which models get one, which lose theirs, and what clients see."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def warm(key: str, since: float, *executables: int) -> WarmModel:
 
 
 def chosen(models: list[WarmModel], most: int, *busy: int) -> list[str]:
-    """Return the keys of the models that fall back. `busy`: executables of models that may not fall back."""
+    """Return the chosen models. `busy` has the executables of models that may not fall back."""
     users = Counter([*busy, *(executable for model in models for executable in model.executables)])
     return [model.key for model in choose_cold(models, users, most)]
 
@@ -274,7 +274,7 @@ def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> No
 
 
 def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
-    """A copy needs memory only for tensors that no other copy has."""
+    """A copy needs room only for tensors that no other copy has."""
     store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
     store.open(bundle_of(tmp_path, {"a": large(1), "b": small(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(1), "b": small(2)}, "second"), keep=True)
@@ -634,7 +634,7 @@ def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house
 def test_a_read_that_fails_fails_its_own_requests(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a read fails, its client gets the reason, and loading is retried only after a back-off. Others are served."""
+    """If a read fails, its client gets the reason, and the model is not loaded for a while. Others are served."""
     monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     slow = stall(house, disk)
 

@@ -125,10 +125,7 @@ def test_a_model_without_a_host_copy_is_not_read_until_it_is_loaded(
 
 
 def test_tensors_of_late_fronts_survive_a_sweep(shm: Path, bundle: Bundle, tmp_path: Path) -> None:
-    """A sweep keeps tensors of models that have not registered yet.
-
-    Some stubs register late, or only with their next request.
-    """
+    """A sweep keeps tensors of models that have not registered yet. Some stubs register late, or at their next request."""
     store = start(shm)
     store.open(bundle, keep=True)
     killed(store)
@@ -268,7 +265,7 @@ def test_left_tensors_leave_when_memory_is_needed(shm: Path, bundle: Bundle, tmp
 def test_left_tensors_leave_one_model_after_the_other(shm: Path, tmp_path: Path) -> None:
     """Left tensors are removed model by model, the oldest note first, and no more than needed.
 
-    The tensors that stay need not be read again.
+    The others need not be read again.
     """
     store = start(shm)
     bundles = [bundle_of(tmp_path, {"a": large(value)}, f"bundle{value}") for value in range(3)]

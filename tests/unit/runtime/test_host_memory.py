@@ -217,7 +217,7 @@ def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
 def test_the_slower_of_two_publishers_uses_the_file_of_the_other(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
-    """If two processes have filled files for the same tensor, only one file gets the name, and both processes use it."""
+    """Two processes have filled a file for the same tensor. One file gets the name, and both use it."""
     slow, fast = start_peer(), start_peer()
     slow.ask("pause link")
     assert slow.ask(f"place 1 {LARGE}") == "at link"

@@ -127,7 +127,7 @@ MISDEEDS: dict[str, list[Deed]] = {
 def test_a_misbehaving_stub_of_a_meta_model_loses_its_connection_only(
     join: Callable[[], Peer], misdeeds: list[Deed]
 ) -> None:
-    """A stub that misbehaves loses its connection, and its runs end. The runs of the other stub find all places free."""
+    """A stub that misbehaves loses its connection and its runs. The other stub's runs find all places free."""
     other, culprit = join(), join()
     assert culprit.works(50)
 

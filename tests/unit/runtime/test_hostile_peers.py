@@ -163,7 +163,7 @@ def test_stubs_that_die_before_their_answers_disturb_no_other(runtime: Runtime, 
 
 
 def test_a_stub_that_dies_with_requests_in_flight_disturbs_no_other(runtime: Runtime, doubling: Path) -> None:
-    """If a stub dies, its requests end. Their memory is freed only after the device has finished with it."""
+    """If a stub dies, its requests end. Their memory is freed only after the device has used it."""
     other, culprit = Client(runtime, doubling), Client(runtime, doubling)
     runtime.device.gate.clear()
     culprit.lane.submit([culprit.submission(id=i) for i in range(20)])
@@ -216,7 +216,7 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
 
 
 def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
-    """A peer that sends commands and does not read the answers is disconnected, because each answer holds a descriptor."""
+    """A peer that sends commands without reading the answers is disconnected, because each answer holds a descriptor."""
     other = Client(runtime, doubling)
     greeted = runtime.open()
     before = len(open_files())

@@ -29,9 +29,9 @@ from tests.unit.runtime.conftest import build_here
 def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a container that has no access to the machine's card, the runtime serves from the CPU, and the log has a warning.
+    """In a container without the machine's card, the runtime serves from the CPU, and the log has a warning.
 
-    The driver shows the machine's cards in every container, even in containers that may not use them.
+    The driver shows the machine's cards in each container, also in those that may not use them.
     """
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -116,7 +116,7 @@ def test_an_upload_that_ends_early_leaves_nothing() -> None:
 
 
 def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
-    """An upload reads each tensor from its source only after it has transferred the previous tensor."""
+    """An upload reads the next tensor from its source after it has transferred the one before."""
     device = JaxDevice("cpu")
     gc.collect()  # Garbage of another test would be freed during this one.
     before = len(jax.live_arrays())
@@ -304,7 +304,7 @@ def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) ->
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
-    """Rows of several device tensors are merged into an array from the host."""
+    """Rows of several device tensors are merged with those from the host."""
     device = JaxDevice("cpu")
     rng = np.random.default_rng(3)
     sources = [np.moveaxis(rng.normal(size=(rows, 3)).astype(np.float32), 0, axis) for rows in (4, 2)]
@@ -371,7 +371,7 @@ def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: b
 
 
 def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload to a CPU is refused if the host has too little memory, because the kernel would kill a process.
+    """An upload to a CPU is refused if the host has no room, because the kernel would kill a process.
 
     Before a small upload, the memory is not checked.
     """

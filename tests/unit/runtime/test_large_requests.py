@@ -74,7 +74,7 @@ def test_small_requests_of_the_same_batch_are_answered_as_well(start_engine: Sta
 
 @pytest.fixture
 def collected_by_hand() -> Iterator[None]:
-    """Run a test while the garbage collector is off."""
+    """Run a test without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -162,7 +162,7 @@ def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) 
 
 
 def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: Engine) -> None:
-    """When the deadline of a large request passes, the request ends once, although its first part still executes."""
+    """When its deadline passes, a large request ends once, although its first part still executes."""
     request = hold_first_parts(runtime, engine, timeout_us=10**9)
     runtime.pass_time(2000.0)
     assert refused(answer_of(request), FakeError.UNAVAILABLE, "DEADLINE")
@@ -189,7 +189,7 @@ def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
 
 
 def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, doubling: Path) -> None:
-    """If an execution may have at most 5 rows, parts of 5 rows execute at size 8."""
+    """With a limit of 5 rows, parts of 5 rows execute at size 8."""
     runtime = start_runtime(load_settings("models: {doubling: {max_batch_size: 5}}\nstub: {in_place_ms: 0}"))
     engine = make_engine(runtime, doubling)
     runtime.device.executed.clear()
@@ -341,7 +341,7 @@ def test_a_call_with_many_rows_is_executed_in_parts(
 def test_a_buffer_that_is_filled_again_does_not_change_a_large_call_before(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """If a run changes a buffer after a large call, all parts of the call still have the inputs from before the change."""
+    """A run changes a buffer after a large call. All parts of the call have the inputs from before the change."""
 
     async def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
         buffer = inputs["x"].copy()

@@ -30,7 +30,7 @@ def test_a_single_slow_execution_bans_nothing() -> None:
 
 
 def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> None:
-    """An execution that blocks the loop for seconds bans its model at once, because the next execution may do the same."""
+    """An execution that blocks the loop for long bans its model at once, because the next may do the same."""
     bans = LoopBans()
 
     assert slow(bans, 3.0, 5.0) == [True]
@@ -38,7 +38,7 @@ def test_an_execution_that_blocks_the_loop_for_long_bans_its_model_at_once() -> 
 
 
 def test_slow_executions_in_a_row_ban_a_model_for_a_while() -> None:
-    """After three slow executions in a row, a model is banned for a while. Then the count starts again."""
+    """Three slow executions in a row ban that model for a while, and then the count starts again."""
     bans = LoopBans()
 
     assert slow(bans, 0.04, 0.0, 1.0, 2.0) == [False, False, True]

@@ -34,7 +34,7 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Yield a launcher whose runtime ends together with a fake tritonserver."""
+    """Yield a launcher of a runtime that ends with a fake tritonserver."""
     # The path is not below tmp_path, because a socket's path may have at most 107 characters.
     home = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
@@ -74,7 +74,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
 
 
 def at_rest(launcher: Launcher) -> Held:
-    """Wait until all models and all status connections have ended, and return the runtime's numbers."""
+    """Return the runtime's numbers after all models and all connections for the status have ended."""
     pid = read_status(launcher.server_pid)["pid"]
     wait_until(lambda: not read_status(launcher.server_pid)["models"], what="the models' end")
     return settled(lambda: held(pid))

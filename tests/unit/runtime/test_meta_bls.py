@@ -175,7 +175,7 @@ def test_calls_through_triton_have_their_runs_deadline(
 def test_an_internal_model_serves_running_meta_models_only(
     runtime: Runtime, start_through: StartThrough
 ) -> None:
-    """An internal model answers only requests with the token of a run in progress."""
+    """An internal model answers only requests with the token of a running run."""
     pause = Pause()
 
     engine, triton = start_through(stopping(pause))

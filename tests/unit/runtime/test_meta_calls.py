@@ -158,7 +158,7 @@ def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, star
 def test_runs_are_answered_whether_in_place_or_later(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
-    """After some runs were measured, `execute` returns the answers of short runs. Slow runs are answered later."""
+    """After some runs have been measured, short runs are answered in place. Slow ones are answered later."""
     # The limit is so long that runs stay below it even on a busy machine. A run that was not measured yet is expected
     # to take 200 ms.
     runtime = start_runtime(load_settings("stub: {in_place_ms: 150}"))

@@ -99,7 +99,7 @@ BAD: dict[str, Run] = {
 def test_user_code_that_goes_wrong_fails_its_request_only(
     runtime: Runtime, start_meta: StartMeta, bad: Run
 ) -> None:
-    """A run that raises, exits or returns a wrong result fails only its own request. Details appear only in the log."""
+    """A run that raises, exits or returns a wrong result fails its request; details go to the log only."""
     awaits = asyncio.iscoroutinefunction(bad)
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

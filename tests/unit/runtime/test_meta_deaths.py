@@ -160,10 +160,7 @@ def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta
 def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     deaths: Deaths, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A runtime dies just after it has admitted a run, before the run has a connection.
-
-    The run begins in the next runtime.
-    """
+    """A runtime dies just after it has admitted a run, which has no connection yet. The run begins in the next runtime."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     requests = [request(value=n) for n in range(3)]
@@ -370,9 +367,9 @@ def test_a_restartable_run_begins_again_once_for_each_death(deaths: Deaths, star
 def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
     deaths: Deaths, start_meta: StartMeta
 ) -> None:
-    """A restartable run fails, and does not begin again, if it uses a tensor of another run that a death has lost.
+    """A restartable run that uses a lost tensor of an earlier run fails, and does not begin again.
 
-    The tensor would be missing each time. The runtime of the run itself is alive.
+    If it began again, the tensor would still be missing. The earlier run had kept it in the runtime that has died.
     """
     tensors: list[Any] = []
 
@@ -395,10 +392,7 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
 
 
 def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, start_meta: StartMeta) -> None:
-    """A run that was in progress at two deaths fails.
-
-    A later run with equal inputs fails at once, and other runs are served.
-    """
+    """A run that was in progress at two deaths fails. A later run with its inputs fails at once, and others are served."""
     pause = Pause()
     engine = start_meta(deaths.runtime, stopping(pause))
     # The answer must not begin with a zero byte, because memory without an answer does: this device still writes the

@@ -266,7 +266,7 @@ def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta
 
 @pytest.mark.parametrize("misuse", ["result", "numpy"])
 def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misuse: str) -> None:
-    """If a run returns a handle or computes with it, its request fails with an error that refers to the log."""
+    """A run that returns a handle, or computes with it, fails its request with an error that refers to the log."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         tensor = call("a", inputs, keep_on_device=True)["y"]

@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stub abandon calls 10 ms after their deadline."""
+    """Abandon calls 10 ms after their deadline."""
     monkeypatch.setattr("rsrv.stub.calls.GRACE_NS", 10_000_000)
     monkeypatch.setattr("rsrv.stub.direct.GRACE_NS", 10_000_000)
 
@@ -128,7 +128,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(runtime: Runtime, start_m
 def test_call_is_of_no_use_after_its_run_or_to_another_thread(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """`call` fails if it is used after the end of its run or in another thread. The current run is not affected."""
+    """`call` fails after the end of its run and in another thread, without an effect on the current run."""
     old: list[Any] = []
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -195,10 +195,7 @@ async def failing_awaits(inputs: dict[str, Any], call: Any) -> Any:
 
 @pytest.mark.parametrize("run", [failing_call, failing_calls, failing_await, failing_awaits])
 def test_a_call_that_failed_keeps_no_memory(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """The tensors of a failed call are freed without a garbage collection.
-
-    The garbage collector does not know how large they are, and might run much later.
-    """
+    """The tensors of a failed call are freed without the garbage collector, which does not know how large they are."""
     engine = start_meta(runtime, run)
     runtime.device.fail = "told to"
     gc.collect()

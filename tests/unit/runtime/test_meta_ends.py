@@ -88,7 +88,7 @@ def test_the_deadline_passes_in_a_stage(
 ) -> None:
     """An execution that is in progress at the deadline is not interrupted.
 
-    After it, the run ends before its next stage. After its last stage, the run is still answered.
+    If the run has a further stage, it ends before this stage. Otherwise the run is answered.
     """
     engine = start_meta(runtime, run)
     for stage, code in ((0, FakeError.UNAVAILABLE), (1, None)):
@@ -141,7 +141,7 @@ def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, st
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """If a client has left, its run fails at the next call, even if it would call models without end."""
+    """A run that calls models without end fails at its next call after the client has left."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def test_a_hook_of_a_stage_that_fails_is_named(
 def test_of_several_the_first_failure_is_told_when_all_have_ended(
     runtime: Runtime, start_meta: StartMeta
 ) -> None:
-    """If several parallel calls fail, the run gets the first failure, but only after all calls have ended."""
+    """If several parallel calls fail, the run gets the first failure after all of them have ended."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         if inputs["x"][0, 0] == 100:

@@ -142,10 +142,7 @@ def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_met
 
 @pytest.fixture
 def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Callable[[], None]]:
-    """Fill both places with paused runs of a meta model.
-
-    Return the meta model, the pause, and a function that ends the runs and checks their answers.
-    """
+    """Return a meta model with two runs in progress, their pause, and a function that ends the runs and checks their answers."""
     pause = Pause()
     engine = start_meta(runtime, stopping(pause))
     inside = [request(value=n) for n in range(2)]
@@ -182,7 +179,7 @@ def test_waiting_ends_at_the_deadline(
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
     full: tuple[MetaEngine, Pause, Callable[[], None]],
 ) -> None:
-    """If a request is cancelled while it waits for admission, it ends at once, and its run is not called."""
+    """A cancelled request that waits for admission ends at once, and its run is not called."""
     engine, pause, end = full
 
     gone = request()

@@ -1,4 +1,4 @@
-"""Stubs of meta models, their callees and the runtime end and come back."""
+"""Stubs of meta models, their callees and the runtime end and return."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
 
 
 def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:
-    """When one of two meta models is unloaded, its own callees are unloaded, and a shared callee stays."""
+    """When one of two meta models leaves, its own callees leave, and a shared callee stays."""
     first = start_meta(runtime, chain, "ab")
     second = start_meta(runtime, lambda inputs, call: call("c", call("b", inputs)), "bc", name="second")
     del second
@@ -82,7 +82,7 @@ def test_a_model_without_calls_waits_for_the_next_runtime(
 ) -> None:
     """Runs of a meta model without callees need no admission.
 
-    Requests that arrive while there is no runtime are answered when the next runtime has started.
+    Requests that arrive without a runtime are answered when there is one.
     """
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

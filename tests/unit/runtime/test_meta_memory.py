@@ -1,4 +1,4 @@
-"""The memory of meta models' calls: which data is copied, and how long it stays valid."""
+"""The memory of meta models' calls: which data is copied, and how long it lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.runtime.metas import (
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return a list that gets the shape of each array that is allocated in shared memory."""
+    """Return a list that gets the shape of each array that is made in shared memory."""
     made: list[tuple[int, ...]] = []
     real = RuntimeConnection.array
 

@@ -183,7 +183,7 @@ client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
 def test_a_meta_model_may_return_other_rows_if_it_has_no_batch_axis(
     runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
 ) -> None:
-    """A meta model without a batch axis may return another number of rows than it got, if the axis has size -1."""
+    """A meta model without a batch axis, whose axes have size -1, may return any number of rows."""
     client = """
 client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]

@@ -129,7 +129,7 @@ def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
 
 
 def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -> None:
-    """More runs than places on two devices do not deadlock, because all runs enter the devices in the same order."""
+    """More runs than places on two devices do not block each other, because all enter the devices in the same order."""
     requests = [request(1, value) for value in range(20)]
 
     assert staged.engines[0].execute(requests) is None
@@ -140,10 +140,7 @@ def test_runs_by_stage_do_not_wait_for_each_other_for_ever(staged: StagedMeta) -
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_run_by_stage_outlives_one_of_its_runtimes(staged: StagedMeta, device: int) -> None:
-    """If one device's runtime dies, a run leaves the other device as well.
-
-    The run enters both devices again when the next runtime has started.
-    """
+    """If one device's runtime dies, a run leaves the other device as well, and enters both again when there is a next runtime."""
     requests = [request(1, value) for value in range(6)]
     staged.runtimes[device].device.gate.clear()
     assert staged.engines[0].execute(requests) is None

@@ -94,7 +94,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
 
 
 def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """The time that a slow request spent in the stub, before and after the runtime, is in the stub's next report."""
+    """A slow request's time in the stub, before and after the runtime, arrives with the stub's next report."""
     entered = []
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
 
 def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A stub's report changes the model's record. It has requests that ended in the stub, which the runtime does not see."""
+    """A stub's report changes the model's record. It counts requests that ended in the stub, which the runtime does not see."""
     a, _ = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     since = read_status(os.getpid())["next"]
     with reporting(a):
@@ -226,8 +226,8 @@ def test_an_import_counts_until_its_connection_says_otherwise(
 ) -> None:
     """The runtime reports an import of model.py with its seconds and its line.
 
-    It stops when the connection that announced the import sends a report without it, or closes. Until then, the status says
-    that the model waits for the import.
+    The import is reported until its connection sends a report without the import, or closes. Until then, the status says that
+    the model waits for the import.
     """
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment

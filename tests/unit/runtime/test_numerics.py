@@ -89,7 +89,7 @@ def test_the_product_tells_how_it_was_made(bits: int, expected: Computes) -> Non
 
 
 def test_a_product_with_anything_else_in_it_is_indeterminate() -> None:
-    """If the product has a wrong element or NaN, the probe's result is "indeterminate"."""
+    """A product with a wrong element or NaN shows nothing, so the probe's result is "indeterminate"."""
     ones = np.ones((512, 512), np.float32)
     for value in (2, np.nan, 0):
         wrong = ones.copy()
@@ -267,10 +267,7 @@ W = np.array([[1, 2, 3], [0, 1, 4], [5, 6, 0]], np.float32)
 def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
     numerics: Numerics, expected: Precision, products: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU, a TF32 algorithm that a module requests is removed, or replaced by f32.
-
-    The model and the log have the resulting precision.
-    """
+    """On a CPU, a requested TF32 algorithm is removed, or made f32. The model and the log have the resulting precision."""
     caplog.set_level(logging.INFO)
     device = JaxDevice("cpu", numerics="auto")
 

@@ -1,4 +1,4 @@
-"""Executions that are launched ahead: the device gets the next execution early, and results are not mixed up."""
+"""Executions that are launched ahead: the device gets the next one early, and results are not mixed up."""
 
 import json
 import os
@@ -216,12 +216,10 @@ serve_on_jax(*sys.argv[1:])
 
 @pytest.mark.long
 def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
-    """On an asynchronous CPU, jax answers 200 random batches correctly, launched one or two at a time.
+    """jax answers 200 random batches correctly, launched one and two at a time on an asynchronous CPU. The arithmetic is exact.
 
-    The arithmetic is exact.
-
-    For three executions that are launched together, the reported seconds add up to no more than the elapsed time, in whatever
-    order they are read.
+    The reported seconds of three executions that are launched together add up to no more than the elapsed time, in
+    whatever order they are read.
     """
     rng = np.random.default_rng(1)
     export_bundle(
@@ -246,10 +244,7 @@ def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
 
 
 def serve_on_jax(path: str) -> None:
-    """Print how many of 200 batches are right at depth 1 and 2, and whether the reported seconds add up.
-
-    This runs in its own process.
-    """
+    """Print how many of 200 batches are right at depth 1 and 2, and whether seconds add up. This runs in its own process."""
     device = JaxDevice("cpu", asynchronous_cpu=True)
     assert device.asynchronous
     model = build_here(path, device)

@@ -262,7 +262,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(
 
 
 def test_a_request_of_another_model_is_no_suspect(server: Server) -> None:
-    """If a device hangs in one model's request, a waiting request of another model is not blamed."""
+    """If a device hangs with one model's request, a waiting request of another model is not blamed."""
     hostile, stranger = request(HOSTILE), request(5)
     assert server.hostile.execute([hostile]) is None
     server.executing.get(timeout=PATIENCE_S)

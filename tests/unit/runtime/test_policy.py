@@ -53,7 +53,7 @@ def test_a_change_that_one_model_refuses_changes_no_model() -> None:
 
 
 def test_a_model_may_go_on_while_all_others_are_paused() -> None:
-    """A pause of one model has precedence over the pause of all models. One model can also be left running."""
+    """A pause of one model has precedence over the pause of all models. One model can also be excepted from that pause."""
     policy = Policy(load_settings())
 
     policy.change({"paused": "drain", "models": {"a": {"paused": None}, "b": {"paused": "hold"}}})

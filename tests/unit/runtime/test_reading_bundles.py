@@ -102,7 +102,7 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
 def test_bundles_that_requests_wait_for_are_read_first(
     doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bundles that register while the device starts are read by urgency. Among equal urgencies, builds come before reads.
+    """Bundles that register while the device starts are read by urgency. Builds come before reads of equal urgency.
 
     When all models are built, tensors that a killed runtime left in shared memory are swept.
     """

@@ -1,4 +1,4 @@
-"""More models than the weight budget allows: the runtime carries out the scheduler's loads and evictions."""
+"""More models than the weight budget holds: the runtime carries out the scheduler's loads and evictions."""
 
 import os
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_a_model_larger_than_the_budget_is_served_alone(
 def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If shared memory cannot be used, a model is rejected with the reason. After a repair, the next model is loaded."""
+    """If shared memory cannot be used, models are rejected with the reason. After a repair, the next model is loaded."""
     failures = iter([True, True, False])
 
     def shared(setting: bool | None, owner: str) -> HostMemory:

@@ -153,7 +153,7 @@ def test_generations_that_take_too_long_keep_their_runtime(
 
 
 def test_nothing_is_restarted_if_it_takes_too_long(runtime: Runtime, engine: Engine) -> None:
-    """If an execution takes too long, the restart fails. The error counts what is still in progress.
+    """If an execution takes too long, the restart fails with a count of what is in progress.
 
     The runtime answers as before.
     """

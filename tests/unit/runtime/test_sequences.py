@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class House:
-    """The sequences of one model, and its executing, waiting and refused requests."""
+    """The sequences of one model, and the requests that are executing, waiting and refused."""
 
     def __init__(self, slots: int = 2, when_full: WhenFull = "wait", limit: int = 100) -> None:
         self.sequences = SequenceTable()
@@ -147,7 +147,7 @@ def test_a_live_sequence_may_begin_again() -> None:
 
 
 def test_further_sequences_wait_in_turn() -> None:
-    """With `wait`, starts get slots in the order of arrival. A start that is cancelled gets none."""
+    """With `wait`, starts get slots in the order of arrival. A start that is cancelled loses its turn."""
     house = House(slots=1)
     house.run(1, START)
     second, third, fourth = house.ask(2, START), house.ask(3, START), house.ask(4, START)
@@ -162,7 +162,7 @@ def test_further_sequences_wait_in_turn() -> None:
 
 
 def test_so_many_wait_and_no_more() -> None:
-    """If the queue is full, a start is refused. The error says when an idle sequence may expire."""
+    """If the queue is full, a start is refused. The error has the time until an idle sequence may expire."""
     house = House(slots=1, limit=1)
     house.run(1, START)
     house.now = 4.0
@@ -267,10 +267,7 @@ def test_a_start_that_did_not_execute_leaves_no_sequence() -> None:
 
 
 def test_a_closed_connection_ends_its_sequences() -> None:
-    """If a connection closes, its idle sequences end at once, and its busy sequences end after their request.
-
-    Sequences of other connections stay.
-    """
+    """If a connection closes, its idle sequences end at once, and its busy ones after their request. Others stay."""
     house = House(slots=3)
     house.finish(house.ask(1, START, owner=1))
     house.finish(house.ask(2, START, owner=2))

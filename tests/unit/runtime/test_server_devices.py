@@ -144,7 +144,7 @@ def test_a_gpu_is_listed_on_a_machine_without_cards(card: Path) -> None:
 
 
 def test_numbers_stay_while_the_server_lives(tmp_path: Path) -> None:
-    """A later runtime of a server gets the same devices as the first one, even if a card was lost meanwhile."""
+    """A later runtime gets the devices of the first one, even if a card was lost meanwhile."""
     assert keep_devices(tmp_path, lambda: ["GPU-aa11", "GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert keep_devices(tmp_path, lambda: ["GPU-bb22"]) == ["GPU-aa11", "GPU-bb22"]
     assert read_devices(tmp_path) == ["GPU-aa11", "GPU-bb22"]

@@ -29,7 +29,7 @@ SETTINGS = load_settings("stub: {in_place_ms: 0}")
 
 @dataclass
 class Successor(spare.Successor):
-    """Records the calls with which the runtime controls the next runtime."""
+    """Records what the runtime asks of the next runtime."""
 
     problem: str = ""
     disk_is_full: bool = False

@@ -57,7 +57,7 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_spare_imports_and_waits_for_an_end(
     server: subprocess.Popen[bytes], tmp_path: Path, ends: str, output: bytes
 ) -> None:
-    """A spare takes over when the runtime ends. When the server ends, it does not, even if it is still importing modules.
+    """A spare takes over after the runtime's end. After the server's end it does not, even if it is still importing.
 
     A module that cannot be imported does not stop the spare.
     """
@@ -86,7 +86,7 @@ def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -> None:
     """A spare starts after a quiet time without a build. If it ends, another one starts, unless the server has ended.
 
-    Each spare inherits the descriptors of the socket and of the runtime's pidfd.
+    Each spare has the socket and the runtime's pidfd.
     """
     marks = tmp_path / "marks"
     script = (
@@ -330,9 +330,9 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(
     make_keeper: MakeKeeper, children: Children, tmp_path: Path
 ) -> None:
-    """With `runtime.spare: false`, a spare is started only for a planned end. If the end is withdrawn, the spare ends.
+    """With `runtime.spare: false`, a spare exists only for a planned end. If the end is withdrawn, the spare ends.
 
-    When a device goes to sleep, its last record and the time are stored.
+    When a device goes to sleep, its last record and the time are noted.
     """
     keeper = make_keeper()
     for fresh in (False, True, False):

@@ -98,7 +98,7 @@ def test_a_long_build_lets_others_pass_for_as_long_as_it_takes() -> None:
 
 
 def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
-    """Among equal steps, the model with the least building time so far comes first. The time is divided by its weight."""
+    """Of equal steps, the model with the least building time comes first. The time is divided by the model's weight."""
     queue = StartQueue()
     for name, seconds, weight in (("a", 4.0, 1.0), ("b", 1.0, 1.0), ("c", 6.0, 3.0), ("d", 2.0, 1.0)):
         queue.charge(name, seconds, 0.0)
@@ -120,7 +120,7 @@ def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
 
 
 def test_a_start_that_waits_follows_its_demand() -> None:
-    """A waiting step becomes urgent when requests for its model arrive. It is no longer urgent when they have ended."""
+    """A waiting step becomes urgent when requests for its model arrive, and loses its urgency when they have ended."""
     queue = StartQueue()
     for name in "abcd":
         put(queue, name, Demand(E))
@@ -147,7 +147,7 @@ def test_a_start_that_waits_follows_its_demand() -> None:
 def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
     operations: list[tuple[str, str, Urgency, float]],
 ) -> None:
-    """After any operations, each step is taken once, and before all less urgent steps.
+    """Whatever happens, each step is taken once, before all less urgent steps.
 
     The test compares the queue with a dictionary.
     """

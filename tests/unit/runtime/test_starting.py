@@ -121,7 +121,7 @@ def test_a_model_that_is_held_falls_back_when_it_is_idle(
 def test_another_version_takes_the_place_of_one_that_is_held(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """When a stub registers another version of a held model, the held version is unloaded."""
+    """When a stub registers the next version of a held model, the version without a stub leaves."""
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
 
@@ -225,7 +225,7 @@ def test_a_connection_registers_without_reading_the_others(
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:
-    """If a bundle cannot be read, a poll returns the reason, and does not start the model again."""
+    """The reason why a bundle cannot be read is in the answer to a poll, which does not start the model again."""
     start({"a": tmp_path / "nowhere"})
 
     wait_until(lambda: "a" in start({"a": tmp_path / "nowhere"}, poll=True))

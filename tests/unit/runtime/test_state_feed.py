@@ -35,7 +35,7 @@ def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
 
 
 def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """A command is answered after the changes that it causes, so an operator who has the answer also sees the changes."""
+    """A command is answered after the changes that it causes, so that an operator sees them after the answer."""
     make_engine(runtime, doublings["a"], name="a")
     document = {**runtime.loop._catalog.policy.document, "paused": "hold"}
     with Operator(runtime) as operator:

@@ -115,7 +115,7 @@ def test_evicted_pools_keep_the_state_of_live_sequences(machine: Machine) -> Non
 def test_state_that_was_lost_is_never_replaced_by_zeros(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the states are lost, a sequence that continues fails. A sequence that begins gets an empty slot."""
+    """After the states are lost, a sequence that continues fails, and one that begins finds an empty slot."""
     machine.step(("a", 0, True), ("b", 1, True))
     with monkeypatch.context() as patched:
         patched.setattr(machine.device, "read", fail)

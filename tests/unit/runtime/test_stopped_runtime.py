@@ -43,7 +43,7 @@ FLOOD_S = PATIENCE_S
 
 @contextmanager
 def stopped(runtime: Runtime) -> Iterator[None]:
-    """Stop the runtime's loop until the block ends."""
+    """Stop the runtime's loop."""
     inside, go = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -71,9 +71,9 @@ def idle(engine: Engine) -> bool:
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
-    """While the runtime is stopped, requests are answered at their deadlines.
+    """Requests are answered at their deadlines while the runtime is stopped.
 
-    The memory of these requests is not reused before the runtime answers.
+    Their memory is not reused before the runtime answers.
     """
     engine = start_engine()
     with stopped(runtime):
@@ -197,7 +197,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
-    """If the socket is too full to announce a segment, the next send announces it, once and in order."""
+    """If a segment cannot be announced, the next send announces it, once and in order."""
     lane = runtime.connect()
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]

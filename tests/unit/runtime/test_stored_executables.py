@@ -80,7 +80,7 @@ def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Pa
 def test_another_target_compiles_and_one_line_says_what_differs(
     stored: Path, caplog: pytest.LogCaptureFixture, change: dict[str, str], why: str
 ) -> None:
-    """If a file is for another card, version or flag, models are compiled. The log has one line that says what differs."""
+    """If a file is for another card, version or flag, models are compiled. The log has one line with the difference."""
     assert find_executables(stored.parent, replace(HERE, **change)) is None
     (record,) = logged_here(caplog)
     assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
@@ -183,10 +183,7 @@ def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
 
 
 def test_an_index_without_digests_is_refused(stored: Path) -> None:
-    """An index without digests is refused when the file is opened.
-
-    If the error occurred only at the first module, the runtime would be left without a device.
-    """
+    """An index without digests is refused at once. An error at the first module would leave the runtime without a device."""
     change_index(stored, digests=[])
     with pytest.raises(StoredExecutablesError, match="digests of its index is not an object"):
         StoredExecutables(stored)

@@ -104,9 +104,9 @@ def test_strings_of_all_kinds_are_sent_as_they_are(runtime: Runtime, lengths: Pa
 
 
 def test_zeros_at_the_end_of_listed_strings_stay(runtime: Runtime, lengths: Path) -> None:
-    """Zero bytes at the end of strings in a list are sent. A long string does not make the other strings longer.
+    """Zero bytes at the end of strings in a list are sent. A long string does not make the others longer.
 
-    In an array of numpy's own strings, each string would take 8 MB.
+    As an array of numpy's own strings, each one would take 8 MB.
     """
     long = [b"a\0", "x" * 2_000_000, *[b""] * 2]
     engine = start(runtime, lengths, lambda outputs: {"labels": long})
@@ -157,7 +157,8 @@ def test_long_strings_end_their_request_even_if_they_find_no_room(
 ) -> None:
     """If long strings do not fit in Triton's shared memory, the answer and its end are sent separately.
 
-    If both were sent together, Triton would lose both. The size of the strings decides, not the size of the module's outputs.
+    If both were sent together, Triton would lose both. The size of the strings matters, not that of the module's
+    outputs.
     """
     monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 20)
     sent: queue.SimpleQueue[int] = queue.SimpleQueue()

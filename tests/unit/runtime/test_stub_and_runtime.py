@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
     runtime: Runtime, start_engine: StartEngine
 ) -> None:
-    """Requests of 1, 2 and 1 rows in one batch run as one execution of size 4. Each answer has its request's rows."""
+    """1 + 2 + 1 rows run as one execution of size 4; each answer holds its request's rows."""
     engine = start_engine()
     runtime.device.executed.clear()
     sent = [ramp(1), ramp(2, 10), ramp(1, 100)]
@@ -186,7 +186,7 @@ def test_a_fault_in_serving_a_client_leaves_the_others_served(
 def test_executions_of_any_length_and_depth_do_not_mix(
     start_runtime: StartRuntime, doubling: Path, depth: int, seconds: float
 ) -> None:
-    """Each request gets its own rows, whatever the duration of executions and the depth are."""
+    """For any length and depth of executions, each request gets its own rows."""
     runtime = start_runtime(load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0}}"))
     runtime.device.seconds = seconds
     engine = make_engine(runtime, doubling)

@@ -60,7 +60,7 @@ def test_an_answer() -> None:
 
 
 def test_arrivals_are_kept_for_a_reader_only() -> None:
-    """Requests are recorded only after a reader has read them once, until no reader has done so for ten seconds."""
+    """Requests are recorded only after a reader has asked for them, until none has asked for ten seconds."""
     timeline = Timeline()
     calls = ev.Request(2, "a@1", 1, 4, deadline=13.5, priority=3, run=7)
     timeline.happened(ev.RequestsArrived((ev.Request(1, "a@1", 0, 1),)), 10.0)
@@ -76,9 +76,9 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
 
 
 def test_a_slow_reader_learns_what_it_has_lost() -> None:
-    """If a reader is slow, the oldest requests are dropped.
+    """The oldest requests are dropped first.
 
-    The reader notices this, because `first` in the answer is above the number that it requested.
+    A slow reader sees the loss, because `first` is above the number it asked for.
     """
     arrivals = RecentArrivals(2)
     arrivals.answer("i", 0, 0.0)

@@ -47,7 +47,7 @@ def test_a_time_is_replaced_or_advanced() -> None:
 
 
 def test_an_action_that_is_due_at_once_again_leaves_the_loop_its_turn() -> None:
-    """An action that returns the current time is called again in the loop's next round, not in the same one."""
+    """An action that returns the current time is called in the next round, not in this one."""
     timers, called = Timers(), list[float]()
 
     def action(now: float) -> float:

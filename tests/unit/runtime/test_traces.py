@@ -37,7 +37,7 @@ BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows"
 
 
 class Played:
-    """A timeline and traces. A test sends them the events that a loop would send."""
+    """A timeline and traces that get the events which a loop would send."""
 
     def __init__(self, length: int = 100) -> None:
         self.timeline = Timeline()
@@ -74,7 +74,7 @@ def span(
 
 
 def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
-    """A request's trace has the part of the load for which the request waited. A request without a trace has no span."""
+    """The trace of a request has the part of the load that it waited for. A request that is not traced has no span."""
     played = Played()
     played.begins(ev.LoadWeights("a@1", 1), 9.0)
     played.arrives(1, 10.0)
@@ -174,7 +174,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 
 def reported_spans(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
-    """Wait for the span `last`. Return the spans of stub and runtime by name."""
+    """Return the spans of stub and runtime by name, as soon as the span `last` is there."""
     spans: dict[str, Span] = {}
 
     def there() -> bool:
@@ -289,7 +289,7 @@ def test_a_request_without_a_runtime_is_traced(
 def test_spans_that_a_runtime_does_not_take_are_counted(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a runtime does not read a report of spans, the next report counts these spans as dropped."""
+    """Spans that a runtime did not read are reported as dropped with the next report."""
     engine, tried = start_engine(), threading.Event()
     real = RuntimeConnection.report_spans
 

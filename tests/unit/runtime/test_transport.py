@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S
 
 
 def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
-    """Return the order in which frames of two connections are read. Each connection has sent `each` frames before."""
+    """Return the order in which two connections are read, if each has `each` frames before the first read."""
     read: list[int] = []
     ignored: Callable[..., Any] = lambda *_: None
 
@@ -42,7 +42,7 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
 
 
 def test_frames_of_one_stub_are_read_together(tmp_path: Path) -> None:
-    """All frames of a connection are read before those of the next connection."""
+    """A connection's frames are read together before the next connection's."""
     first, second, *rest = turns(tmp_path, pack_ids(Kind.CANCEL, [1]), 2)
 
     assert first == second
@@ -77,7 +77,7 @@ def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
 
 
 def test_a_stub_that_is_slow_again_and_again_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub that often reads late stays connected, because the limits apply only to frames that are still unread."""
+    """A stub that often reads late stays connected, because the limits apply only to frames that it has not read yet."""
     monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_BYTES", 10_000)
     monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_FDS", 2)
     frame = pack_ids(Kind.CANCEL, range(500))

@@ -69,7 +69,7 @@ def request(start: float) -> FakeRequest:
 
 
 def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of twelve executions is divided between both devices, because this takes less time. Each answer is right."""
+    """A batch of twelve executions is divided between both devices, because this takes less time, and each answer is right."""
     # Otherwise a runtime that waits for a processor might seem to be stopped.
     monkeypatch.setattr("rsrv.stub.connection.SILENT_S", inf)
     batch = [request(number) for number in range(12)]

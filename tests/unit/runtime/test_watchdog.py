@@ -37,7 +37,7 @@ class Watch:
         place.mark_hung()
 
     def passes(self, seconds: float, checks: int | None = None) -> list[str]:
-        """Advance the clock by `seconds`, in `checks` checks or one per usual interval. Return the models that hang."""
+        """Advance the clock by `seconds`, with `checks` checks or at the usual interval. Return the models that hang."""
         self.found.clear()
         count = round(seconds / self._dog.interval_s) if checks is None else checks
         for _ in range(count):
@@ -83,7 +83,7 @@ def test_an_execution_that_does_not_end_is_found(activity: Activity, watch: Watc
 def test_a_long_execution_may_take_a_hundred_times_its_expected_time(
     activity: Activity, watch: Watch
 ) -> None:
-    """An execution may take a hundred times its expected time if this is longer than the usual limit."""
+    """An execution may take a hundred times its expected time, if this is longer than the limit."""
     activity.read.begin(Phase.EXECUTING, "m@1", 8, 2.0)
 
     assert watch.passes(200) == []
@@ -98,7 +98,7 @@ def test_executions_that_end_are_never_found(activity: Activity, watch: Watch) -
 
 
 def test_a_process_that_was_stopped_does_not_hang(activity: Activity, watch: Watch) -> None:
-    """If a process was stopped for ten minutes, only two check intervals of this time count."""
+    """If a process was stopped for ten minutes, this time counts only as two intervals."""
     activity.launch.begin(Phase.EXECUTING, "m@1")
     assert watch.passes(10) == []
 
@@ -137,7 +137,7 @@ def test_the_first_of_executions_launched_ahead_hangs(activity: Activity, watch:
 def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
     """Each tensor of a load may take a hundred times its expected time.
 
-    The time for which the load waits for the device does not count.
+    The time in which the load waits for the device is left out.
     """
     for _ in range(10):
         activity.weights.begin(Phase.LOADING, "m@1", 5 * 10**9, 5.0)
@@ -151,7 +151,7 @@ def test_a_load_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
 
 
 def test_a_compilation_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
-    """The compilation of each module may take minutes. Reading the bundle and the weights has no time limit."""
+    """Each module may take minutes to compile. Reading the bundle and the weights has no limit."""
     with activity.build.doing(Phase.BUILDING, "m@1", expected=inf):
         assert watch.passes(10_000) == []
         for _ in range(3):
@@ -326,9 +326,9 @@ def test_the_loop_is_watched_while_it_handles_events(runtime: Runtime) -> None:
 
 
 def test_each_execution_of_a_warm_up_has_its_own_limit(doubling: Path) -> None:
-    """Each execution of a warm-up is a task with its own limit, because a warm-up of many sizes may take long.
+    """Each of the twelve executions of a warm-up, four for each of three sizes, is a task with its own limit.
 
-    This warm-up has twelve executions, four for each of three sizes.
+    A warm-up of many sizes may take long.
     """
     place = ActivitySlot()
     numbers: list[int] = []

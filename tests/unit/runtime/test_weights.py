@@ -186,7 +186,7 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
 def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     house: House, doublings: dict[str, Path], tmp_path: Path
 ) -> None:
-    """When a model is pinned, its weights are loaded from the host copy. After that, the copy is dropped."""
+    """A model is pinned: its weights are loaded from the host copy, which is then dropped."""
     path = tmp_path / "a"
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")

@@ -19,7 +19,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 class Watcher:
-    """A connection that watches a runtime. `entries` is the first snapshot plus all changes that were read later."""
+    """A connection that watches a runtime. `entries` is the snapshot with all changes that were read since."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._greeted = runtime.open()

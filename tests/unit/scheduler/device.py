@@ -70,7 +70,7 @@ class Device(Driver):
         warm_up: bool = False,
         expected: float | None = None,
     ) -> None:
-        """Add a model whose loads take `load` seconds. The scheduler expects `expected` seconds, by default also `load`."""
+        """Add a model whose loads take `load` seconds. The scheduler expects `expected` seconds, by default the same."""
         program = replace(program, load_seconds=load if expected is None else expected)
         self.programs[program.model] = program
         self.load_seconds[program.model] = load

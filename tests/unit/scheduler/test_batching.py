@@ -19,7 +19,7 @@ def test_one_short_of_a_big_batch_pads_up() -> None:
 
 
 def test_few_waiting_are_not_worth_the_big_size() -> None:
-    """Two requests of one row run in two executions of size 1 if size 32 costs more than both executions."""
+    """Two requests of one row run one by one if size 32 costs more than both executions."""
     assert plan_batch([1, 1], [1, 32], [0.001, 0.004]) == Batch(size=1, count=1, rows=1, seconds=0.001)
 
 
@@ -161,13 +161,13 @@ def test_short_requests_take_no_place_from_long_ones() -> None:
 
 
 def test_rows_that_would_be_empty_are_filled_with_shorter_requests() -> None:
-    """Three long requests leave one row of size 4 free. A short request takes this row at no additional cost."""
+    """Three long requests leave the fourth row of the size free. A short request takes it, which costs nothing."""
     plan = plan_padded_batch({0: [1] * 9, 1: [1] * 3}, FLAT, 1)
     assert (plan.size, plan.counts) == (4, {1: 3, 0: 1})
 
 
 def test_a_deadline_leaves_out_slow_executions_of_longer_variants() -> None:
-    """A longer variant is not chosen, although it costs less per row, if it would miss the first request's deadline."""
+    """An execution of a longer variant that costs less per row is not chosen if it ends after the first request's deadline."""
     assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0, limit=1.3).variant == 0
 
 

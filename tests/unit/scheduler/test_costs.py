@@ -94,7 +94,7 @@ def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
 
 
 def test_costs_of_single_executions() -> None:
-    """Sizes 1, 8 and 32 cost 1, 9 and 5 ms. So 8 rows are cheapest at size 32, although size 8 is the smallest fit."""
+    """Sizes 1, 8 and 32 cost 1, 9 and 5 ms: 8 rows are cheapest at size 32, although size 8 would hold them."""
     costs = VariantCosts({1: 0.001, 8: 0.009, 32: 0.005})
 
     assert [costs.cheapest_seconds(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]

@@ -155,7 +155,7 @@ def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str)
 
 @pytest.mark.parametrize("delay", [0.5, 2.0])
 def test_a_model_that_was_held_back_saves_no_credit(delay: float) -> None:
-    """A model whose requests were delayed gets no credit for the delay. So no other model waits longer afterwards."""
+    """A model whose requests were delayed gets no credit for this time, so no other model waits longer afterwards."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}))
     device.model(program("y", {(0, 1): 0.01, (0, 100): 0.0999}, max_delay=delay, max_queue_depth=2000))

@@ -24,7 +24,7 @@ def order(driver: Driver) -> str:
 
 
 def test_the_settings_have_the_name_of_each_discipline() -> None:
-    """The names of disciplines in the settings are the names in the scheduler."""
+    """The names of the disciplines in the settings are those of the scheduler."""
     assert sorted(get_args(DisciplineName)) == sorted(DISCIPLINES)
 
 
@@ -80,7 +80,7 @@ def test_committed_requests_go_first(discipline: str) -> None:
 def test_priorities_go_in_order(discipline: str) -> None:
     """Requests execute in the order of the priorities 1, 4, none and 9.
 
-    Under `fair`, this is true within a model, and between models that were not served before.
+    Under `fair`, this holds within a model and between models that were not served yet.
     """
     driver = machine(discipline)
     priorities = (9, 0, 4, 1)

@@ -186,10 +186,7 @@ def test_shed_exactly_when_it_could_not_be_met(
 
 
 def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
-    """A request of 1 ms with 1 ms left executes alone, and not in a batch of 8 ms.
-
-    Rounding errors of sums do not change this.
-    """
+    """A request of 1 ms with 1 ms left executes alone, and not in a batch of 8 ms, however sums are rounded."""
     for step in range(50):
         device = edf()
         device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))

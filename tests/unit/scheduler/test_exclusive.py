@@ -6,7 +6,7 @@ from tests.unit.scheduler.driver import Driver, every_discipline, executions, id
 
 
 def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
-    """A request that executes alone shares no batch. The requests before it share one batch, and those after it another one."""
+    """A request that executes alone shares no batch: requests before it share one, and those after it another one."""
     machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.0011}))
     machine.arrive(machine.request())
     before = machine.requests_of(2)
@@ -55,7 +55,7 @@ def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin(
 
 
 def test_a_request_that_executes_alone_waits_for_a_warm_up(machine: Driver) -> None:
-    """A request that executes alone waits for a warm-up, because code that never ran before may also end the process."""
+    """A request that executes alone waits for a warm-up, because untried code may end the process as well."""
     machine.add(program("a"))
     machine.add(program("b"), warm_up=True)
     assert not executions(machine.arrive(machine.request("a", exclusive=True)))

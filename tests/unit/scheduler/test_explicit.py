@@ -144,7 +144,7 @@ def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
 
 
 def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
-    """A prefetch waits for the memory of a model that is removed after its last execution."""
+    """A prefetch waits for the room of a model that is removed after its last execution."""
     driver = explicit(100)
     driver.add(program("old", SINGLE))
     driver.add(program("new", SINGLE), resident=False)
@@ -453,7 +453,7 @@ def test_a_model_evicted_for_a_warm_up_comes_back() -> None:
 
 
 def test_compaction_brings_all_back() -> None:
-    """After a compaction, all models are loaded again, the most recently used one first. No request is refused."""
+    """After a compaction, all models are loaded again, the latest used one first. No request is refused."""
     driver = explicit()
     driver.add(program("a"), program("b"), program("c", SINGLE))
     driver.arrive(driver.request("c"))
@@ -520,7 +520,7 @@ def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
 
 
 def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
-    """A model is to be evicted when the mode becomes explicit. It still executes its sub-call, and refuses other requests."""
+    """A model that is to be evicted when the mode becomes explicit executes its sub-call and refuses other requests."""
     driver = Driver()
     driver.add(program("a", SINGLE))
     first, other, call = driver.request(), driver.request(), driver.request(run=3)

@@ -140,7 +140,7 @@ def test_idle_models_take_no_share(active: int) -> None:
 
 
 def test_idle_models_save_no_credit() -> None:
-    """A model that was idle for long gets an equal share when it has work again, and no credit for the idle time."""
+    """A model that was idle for long gets an equal share from its return on, and no credit."""
     fleet = Fleet([0.01, 0.01], [1.0, 1.0])
     fleet.saturate("m0")
     fleet.run(10.0)
@@ -164,7 +164,7 @@ def test_time_taken_while_alone_is_not_held_against_a_model() -> None:
 
 
 def test_pausing_does_not_wipe_out_a_debt() -> None:
-    """A model whose next request always arrives just after its last execution gets its share, and no more."""
+    """A model whose next request always arrives just after its last execution gets its share, and not more."""
     fleet = Fleet([DEAR, CHEAP], [1.0, 1.0])
     fleet.saturate("m1")
     fleet.request("m0")
@@ -236,7 +236,7 @@ def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
 def test_wait_is_bounded_when_models_come_and_go(
     models: list[tuple[float, float]], arrivals: list[tuple[int, int]]
 ) -> None:
-    """The bound on the wait also holds if models have work only at times. Here s is the share among all models."""
+    """The bound on the wait also holds if models have work only at times. Then s is the share among all models."""
     fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
     for number, count in arrivals:
         name = f"m{number % len(models)}"
@@ -324,7 +324,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
 
 @dataclass(frozen=True)
 class Work:
-    """A stand-in for a model with work. It has the attributes that a discipline reads."""
+    """A model with work, with the attributes that a discipline reads."""
 
     name: str
     place: tuple[int, float, int]

@@ -115,7 +115,7 @@ def test_weights_that_only_commands_move_stay() -> None:
 
 
 def test_a_limit_changes_while_the_scheduler_runs(driver: Driver) -> None:
-    """A limit can be changed while the scheduler runs, for example after a change of rsrv.yaml."""
+    """A limit can be changed while the scheduler runs, as when rsrv.yaml was read again."""
     driver.send(PolicyChanged("b", idle_seconds=2.0), after=5.0)
     assert evicted(driver, 7.0) == ["b"]
     driver.send(PolicyChanged("a", idle_seconds=inf))

@@ -23,7 +23,7 @@ def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0, dept
 
 
 def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: float = 1.0) -> None:
-    """Add models with 100 bytes of weights each. The first `fits` models are resident."""
+    """Add models of 100 bytes; the first `fits` are resident."""
     for number, name in enumerate(names):
         model = program(name, COST, weight_bytes=100, weight=weight)
         device.model(model, load=load, resident=number < fits)
@@ -59,10 +59,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 
 
 def test_no_model_is_evicted_in_vain() -> None:
-    """To free 60 bytes, only the model of 100 bytes is evicted.
-
-    The older model of 50 bytes would not suffice, and would then be evicted in vain.
-    """
+    """For 60 bytes, only the model of 100 bytes is evicted, because the older one of 50 bytes would be evicted in vain."""
     device = budgeted(150)
     device.model(program("small", COST, weight_bytes=50))
     device.model(program("large", COST, weight_bytes=100))
@@ -129,10 +126,7 @@ def test_shares_follow_weights_while_models_swap() -> None:
 
 @every_discipline
 def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
-    """With a residency factor of 4, weights of models with work stay at least four load times after their load.
-
-    The device is rarely idle.
-    """
+    """With a factor of 4, no model with work is evicted within four load times after its load. The device is rarely idle."""
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3, load=0.5)
     device.saturate("abcdef")
@@ -195,7 +189,7 @@ def test_loads_that_take_no_time_do_not_loop() -> None:
 
 @pytest.mark.parametrize("budget", [100, 200, 300])
 def test_everything_is_answered_when_load_ends(budget: int) -> None:
-    """Six models get requests at once, and only some of the models fit on the device. All requests are answered."""
+    """Six models get requests at once, and the device has room for some. All requests are answered."""
     device = budgeted(budget)
     add(device, "abcdef", fits=budget // 100)
     device.arrive(*(device.request(name) for name in "abcdef" for _ in range(20)))
@@ -218,7 +212,7 @@ def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> Non
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_models_are_served_if_one_more_fits_than_executes(depth: int) -> None:
-    """If one more model fits on the device than there are executions in flight, all models are served."""
+    """If there is room for one more model than executions in flight, all models are served."""
     settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
     device = Device(settings)
     add(device, "abcdef", fits=depth + 1)
@@ -313,7 +307,7 @@ def test_a_large_model_gets_the_places_of_small_ones_at_any_depth(depth: int) ->
 
 @pytest.mark.parametrize("seconds", [1.0, 10.0])
 def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) -> None:
-    """After a long load that needed no eviction, a model gets an equal share, and no extra time for the load's duration."""
+    """After a long load into free room, a model gets equal shares. It gets no extra time for the duration of its load."""
     device = Device(SchedulerSettings())
     device.model(program("x", {(0, 1): 0.01}), load=seconds)
     device.model(program("y", {(0, 1): 0.01}), load=seconds, resident=False)
@@ -344,10 +338,7 @@ def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
 
 
 def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is_some() -> None:
-    """A request is shed because the device is busy and the model's weights are absent.
-
-    Afterwards, the weights are loaded for the next request.
-    """
+    """A request is shed because the device is busy. Afterwards, its model's weights are loaded for the next request."""
     device = budgeted(100, discipline="edf")
     device.model(program("a", {(0, 1): 0.03}, weight_bytes=100), load=0.1)
     device.model(program("b", weight_bytes=100), load=0.1, resident=False)
@@ -403,10 +394,7 @@ def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
 
 
 def test_a_model_that_waited_for_room_may_be_shed_while_executions_are_launched() -> None:
-    """At depth 3, a request waits until its model's weights fit. The second launch makes its deadline unreachable.
-
-    The request is shed.
-    """
+    """At depth 3, the second launch makes a deadline unreachable for a request that waited for room."""
     device = Device(
         SchedulerSettings(discipline="edf", weight_budget_bytes=300, depth=3, launch_ahead_ms=10_000.0)
     )

@@ -42,7 +42,7 @@ def admitted(instructions: Iterable[Instruction]) -> list[int]:
 
 
 def order(driver: Driver) -> list[int]:
-    """End the runs one after another, the oldest first. Return the ids of waiting runs in the order of their admission."""
+    """End the runs one after another, the oldest first. Return the order in which waiting runs are admitted."""
     order = []
     while driver.under_way:
         order += admitted(driver.end(min(driver.under_way.values(), key=lambda run: run.id)))
@@ -164,9 +164,9 @@ def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -
 
 
 def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
-    """While its callee is held, a run in progress takes no place, so another run is admitted.
+    """While its callee is held, a run in progress takes no place, so another run begins.
 
-    When the callee continues, both runs must end before a further run is admitted.
+    When the callee continues, both end before a further run begins.
     """
     driver = admission()
     driver.add(program("a"))
@@ -180,7 +180,7 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
 
 
 def test_a_run_that_ends_while_its_model_is_held_makes_room_for_no_other() -> None:
-    """If a run ends while its callee is held, this frees no place, because the run took no place."""
+    """If a run ends while its callee is held, this frees no place, because the run took none."""
     driver = admission()
     driver.add(program("a"))
     stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
@@ -332,7 +332,7 @@ def test_an_expired_run_frees_its_place_in_line() -> None:
 
 
 def test_a_run_that_waits_can_be_withdrawn() -> None:
-    """A waiting run can be withdrawn. It then gets no answer, never begins, and causes no tick at its deadline."""
+    """A waiting run can be withdrawn: it gets no answer, never begins, and causes no tick at its deadline."""
     driver = admission()
     driver.ask(first := driver.run_of())
     driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
@@ -417,7 +417,7 @@ def test_runs_and_requests_share_their_ids() -> None:
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
-    """A run with an impossible value is refused with an error about this value."""
+    """An impossible run is refused with an error about the wrong value."""
     with pytest.raises(CallerError, match=problem):
         admission().scheduler.handle(RunsAsked((run,)), 0.0)
 

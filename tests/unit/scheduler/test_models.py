@@ -104,7 +104,7 @@ def test_epochs_never_repeat(machine: Driver) -> None:
 
 
 def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
-    """The bytes of weights count from the start of their load, until the load fails or the weights are evicted."""
+    """Weights take their bytes from the start of the load. A failed load and an eviction free them."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=5), resident=False)
     machine.arrive(machine.request("a"), machine.request("b"))
     held = [machine.scheduler.snapshot().weight_bytes]
@@ -162,7 +162,7 @@ def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Drive
 
 @pytest.mark.parametrize("good", [True, False])
 def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
-    """If a model is removed during its load, its weights are evicted only after the load, because they are being written."""
+    """If a model is removed during its load, its weights are evicted after the load's end, because they are being written."""
     machine.add(program("a"), resident=False)
     request = machine.request()
     machine.arrive(request)

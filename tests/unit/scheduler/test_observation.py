@@ -60,7 +60,7 @@ def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
 def test_the_latest_arrival_of_a_model_is_known(machine: Driver) -> None:
     """The scheduler knows the time of a model's latest request.
 
-    The time is -inf for a model without requests, and for an unknown model.
+    For a model without requests, or an unknown one, it is -inf.
     """
     machine.add(program("a"), program("b"))
     machine.arrive(*machine.requests_of(2, "a"))
@@ -116,7 +116,7 @@ def test_cost_follows_what_executions_took(machine: Driver) -> None:
 
 
 def test_learned_cost_changes_the_plan(machine: Driver) -> None:
-    """Size 32 is slower than in its warm-up. After enough samples, requests of one row execute one by one at size 1."""
+    """Size 32 is slower than its warm-up said. After enough samples, requests of one row are executed one by one."""
     machine.add(program("a", {(0, 1): 0.001, (0, 32): 0.004}))
     sizes = set()
     for _ in range(30):
@@ -136,10 +136,7 @@ def test_learned_cost_changes_the_plan(machine: Driver) -> None:
 
 
 def test_snapshot_counts(machine: Driver) -> None:
-    """A snapshot counts the 33 rows that run at sizes 32 and 1.
-
-    It also counts an expired, a refused, an executing and a waiting request.
-    """
+    """A snapshot counts 33 rows that run at sizes 32 and 1, and an expired, a refused, an executing and a waiting request."""
     machine.add(program("a", max_queue_depth=34), program("b"))
     machine.arrive(machine.request("b"))
     machine.arrive(*machine.requests_of(33), machine.request(deadline=machine.now + 0.0005))

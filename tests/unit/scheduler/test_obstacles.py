@@ -1,4 +1,4 @@
-"""The text that says why weights are not on the device, and what their load waits for."""
+"""Why weights are not on the device: the text that says what their load waits for."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def obstacle(machine: Driver, model: str) -> str:
 
 
 def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
-    """The first load in line waits until its weights fit on the device.
-
-    The text has the missing bytes, the executing models and the pinned bytes.
-    """
+    """The first load in line waits for room. The text has the missing bytes, the executing models and the pinned bytes."""
     machine = machine_of(35, dogs=25, fixed=10, cats=25)
     machine.send(Pinned("fixed", True))
     machine.load("fixed")
@@ -75,9 +72,9 @@ def test_a_prefetch_waits_for_weights_that_requests_need() -> None:
 
 
 def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None:
-    """After two loads that found no memory, there is no load for a while.
+    """After two loads without memory, there is no load for a while.
 
-    After that time, nothing prevents a load, but only a request causes one.
+    After this time, there is no obstacle, but a request must cause the load.
     """
     machine = machine_of(25, dogs=25)
     machine.arrive(machine.request("dogs"))

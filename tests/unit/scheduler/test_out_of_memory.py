@@ -596,9 +596,9 @@ def test_an_abandoned_load_may_fail() -> None:
 
 
 def test_a_load_that_is_being_abandoned_is_asked_for_again() -> None:
-    """A load is abandoned for another model, and a new request for its model arrives meanwhile.
+    """The load of model `a` is abandoned for model `b`. Meanwhile, another request for `a` arrives.
 
-    The request waits. After the other model's load, the weights of its model are loaded again.
+    The request waits until `b` is loaded. Then `a` is loaded again.
     """
     driver = driver_of()
     waiting_for(driver, "a", "b")

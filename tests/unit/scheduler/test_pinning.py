@@ -406,7 +406,7 @@ def test_a_model_that_is_evicted_with_work_comes_back_at_once() -> None:
 def test_what_a_newcomer_pins_makes_room() -> None:
     """Resident tensors exceed the budget, so a model waits for its load.
 
-    When a pinned model with the same tensors is added, they no longer count against the budget, and the load begins at once.
+    When a pinned model with these tensors is added, the tensors no longer count against the budget, and the load begins at once.
     """
     driver = budgeted(0)
     driver.add(program("a", tensors={"t": 100}))

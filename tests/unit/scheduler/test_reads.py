@@ -48,7 +48,7 @@ def test_a_slow_read_delays_no_load_from_host_memory() -> None:
 
 
 def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None:
-    """While the weights of a model are read, no other model is evicted for them. It is evicted when the load begins."""
+    """While the weights of a model are read, no other model is evicted for them. Evictions begin with the load."""
     machine = machine_of("a", "b", budget=100)
     machine.arrive(machine.request("b"))
     machine.load("b")

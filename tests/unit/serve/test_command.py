@@ -89,7 +89,7 @@ def test_a_missing_jax_is_named_before_a_server_is_started(
 def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation made by `rsrv triton install` is used without a question.
 
-    If there is none and the user agrees, it is made.
+    If there is no installation and the user agrees, one is made.
     """
     installed: list[Path] = []
     monkeypatch.setattr(Installation, "install", lambda self, say: installed.append(self.folder))

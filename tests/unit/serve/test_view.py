@@ -194,8 +194,8 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
 def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None:
     """If an earlier version of a broken bundle is served, the model is ready.
 
-    The bundle's failure was printed before the start. It gives no second line until the bundle was repaired and broke again.
-    A failure with another reason gives a line.
+    The failure that was printed before the start gives no second line, unless the bundle was repaired meanwhile. A failure
+    with another reason gives a line.
     """
     changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
     assert said(changes, failures(a="no manifest", b="no manifest")) == []

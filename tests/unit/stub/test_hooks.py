@@ -20,7 +20,7 @@ def write(directory: Path, text: str) -> Path:
 def test_functions_become_hooks_and_nothing_is_left_on_disk(tmp_path: Path) -> None:
     """Functions of model.py become hooks.
 
-    Python writes no .pyc file beside model.py, because Triton would take it for a change of the model.
+    Python writes no .pyc file beside model.py, because Triton would take it for a new version of the model.
     """
     hooks = load_hooks(
         write(tmp_path, "def postprocess(outputs):\n    return {k: -v for k, v in outputs.items()}\n")

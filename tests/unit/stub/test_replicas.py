@@ -318,7 +318,7 @@ def test_a_device_outside_of_the_table_helps_if_it_is_far_sooner(
 def test_a_mask_of_devices_that_do_not_serve_the_model(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """If the table names only devices that do not exist, all devices may answer."""
+    """If the table names no device that serves the model, any device may answer."""
     replicas, _ = made(2, reader=reader)
     table.write({"m": 1 << 40})
 

@@ -50,9 +50,9 @@ def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
 def test_a_large_answer_needs_four_times_its_room(
     monkeypatch: pytest.MonkeyPatch, free: float, flags: list[int]
 ) -> None:
-    """Usually, a large answer is sent together with the mark that it is the final one.
+    """Usually, a large answer is sent together with the flag that it is the final response.
 
-    If less than four times its size is free in shared memory, the answer is sent first, and the mark after it.
+    If less than four times its size is free in shared memory, the answer is sent without the flag, and the flag after it.
     """
     nbytes = 1 << 20
     monkeypatch.setattr("rsrv.stub.replies.free_shared_memory", lambda: int(free * nbytes))

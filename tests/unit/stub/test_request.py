@@ -104,7 +104,7 @@ def test_parameters_of_others_pass() -> None:
 
 
 def test_a_string_that_the_guard_found_too_long_is_the_clients_fault() -> None:
-    """If the guard has marked an input whose strings are malformed, the request is refused as the client's fault."""
+    """If the guard of batches reports a string that exceeds its tensor, the request is refused as the client's fault."""
     request = arrived(FakeRequest({}, parameters=json.dumps({"rsrv_incomplete": "text"})))
     assert request.failure is not None
     assert request.failure.status is Status.INVALID

@@ -1,4 +1,4 @@
-"""The black box: how a front learns in what way its runtime ended."""
+"""The black box: a file from which a front learns how its runtime has ended."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ os.kill(os.getpid(), int(sys.argv[2]))
     ("number", "how"), [(signal.SIGSEGV, "crashed"), (signal.SIGABRT, "crashed"), (signal.SIGKILL, "killed")]
 )
 def test_a_crash_is_told_from_a_kill(tmp_path: Path, number: signal.Signals, how: str) -> None:
-    """The black box tells a crash from a kill.
+    """A model is suspect if its runtime crashed while it executed the model, and not if the runtime was killed.
 
-    A reader that opened it before the death reads it, although the next runtime has replaced the file.
+    A reader that opened the black box before the end can still read it when the next runtime has replaced the file.
     """
     command = [sys.executable, "-c", _DIE, str(tmp_path), str(number.value)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -52,7 +52,7 @@ def test_a_crash_is_told_from_a_kill(tmp_path: Path, number: signal.Signals, how
 
 
 def test_a_hang_is_that_of_its_model(tmp_path: Path) -> None:
-    """If one execution is marked as hung, only its model is suspect. The executions of other models only waited for it."""
+    """If one execution is marked as hung, only its model is suspect. Executions of other models have only waited for it."""
     activity = Activity(BlackBox(tmp_path).memory)
     reader = BlackBoxReader(tmp_path)
     activity.launch.begin(Phase.EXECUTING, "m@1")
@@ -63,7 +63,7 @@ def test_a_hang_is_that_of_its_model(tmp_path: Path) -> None:
 
 
 def test_a_hung_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
-    """If the scheduler's loop is marked as hung, every model is suspect, because the loop executes models, too."""
+    """If the scheduler's loop is marked as hung, every model is suspect, because the loop itself may execute models."""
     activity = Activity(BlackBox(tmp_path).memory)
     reader = BlackBoxReader(tmp_path)
     activity.round.begin(Phase.LOOPING, "")
@@ -73,7 +73,10 @@ def test_a_hung_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
 
 
 def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
-    """If the loop has failed, every model is suspect, although the slots are empty: a request may have made the loop fail."""
+    """If the loop has failed, every model is suspect, because a request to any model may have caused the error.
+
+    This holds even if no execution is recorded.
+    """
     box = BlackBox(tmp_path)
     reader = BlackBoxReader(tmp_path)
     box.clear()
@@ -84,9 +87,9 @@ def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
 
 
 def test_a_device_that_sleeps_is_told_after_the_next_runtime_has_begun(tmp_path: Path) -> None:
-    """A reader sees that its device fell asleep, even after the next runtime has begun.
+    """If a runtime ended because its device was put to sleep, its reader reports this even after the next runtime has begun.
 
-    Then no model is suspect. A new reader sees no sleep.
+    No model is suspect then. A reader of the next runtime reports no sleep.
     """
     box = BlackBox(tmp_path)
     reader = BlackBoxReader(tmp_path)
@@ -111,7 +114,7 @@ def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_slot_says_that_a_request_executes_alone() -> None:
-    """A slot has a mark while a request executes alone. The mark ends with the execution."""
+    """While a request executes alone, its slot of the black box says so. After the execution, the slot does not."""
     memory = bytearray(BYTES)
     activity = Activity(memory)
     activity.launch.begin(Phase.EXECUTING, "m@1", alone=True)

@@ -51,7 +51,7 @@ def test_a_call_with_too_many_tensors_is_refused() -> None:
 
 @given(st.lists(some_calls, min_size=1, max_size=3), st.integers(1, 40), st.sampled_from([-1, 1]))
 def test_frames_that_are_cut_or_count_wrong_are_refused(sent: list[Call], cut: int, more: int) -> None:
-    """A frame that is cut, or has another number of entries than its header says, is refused."""
+    """A frame is refused if it is cut off, or if it has another number of entries than announced."""
     frame = calls.pack_calls(sent)
 
     with pytest.raises(ProtocolError):

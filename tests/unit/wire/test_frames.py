@@ -1,4 +1,4 @@
-"""Frames survive packing, and malformed ones are refused."""
+"""Frames are unpacked as they were packed, and malformed frames are refused."""
 
 import pytest
 from hypothesis import given
@@ -76,7 +76,10 @@ def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
 
 @given(st.text(st.characters()))
 def test_a_tag_stands_for_an_id(id: str) -> None:
-    """The same id always has the same tag, which fits its field. Only an empty id has no tag."""
+    """The tag of a request id fits into its 64-bit field, and is always the same for the same id.
+
+    The tag is 0 only for an empty id.
+    """
     tag = frames.request_tag(id)
 
     assert 0 <= tag < 2**64
@@ -86,7 +89,7 @@ def test_a_tag_stands_for_an_id(id: str) -> None:
 
 @pytest.mark.parametrize(("id", "tag"), [("", 0), ("request-17", 14926567910488006288)])
 def test_tags_are_the_documents(id: str, tag: int) -> None:
-    """Tags equal the numbers in the specification, on which other languages rely."""
+    """Tags equal the examples in the specification, so that programs in other languages compute the same tags."""
     assert frames.request_tag(id) == tag
 
 
@@ -110,7 +113,7 @@ def test_ids_survive(ids: list[int]) -> None:
     ],
 )
 def test_a_wrong_greeting_is_refused_with_its_reason(body: dict[str, int], expected: str) -> None:
-    """A wrong first frame is refused. The error says whether it is not of this protocol, or of another version."""
+    """A wrong first frame is refused. The error says whether it is of another version, or not of this protocol at all."""
     with pytest.raises(ProtocolError, match=expected):
         frames.check_hello(frames.pack_json(Kind.HELLO, body))
 
@@ -121,7 +124,7 @@ def test_a_matching_greeting_passes() -> None:
 
 
 def test_cold_has_the_start_timeout_in_both_forms() -> None:
-    """COLD has the start timeout as JSON in seconds, or in the flat form as one little-endian i64 of nanoseconds, as documented."""
+    """A COLD frame has the start timeout in seconds as JSON. Its flat form has it in nanoseconds, as a little-endian i64."""
     frame, flat = frames.pack_cold(2.5), frames.pack_cold(2.5, flat=True)
 
     assert frames.unpack_json(frame) == {"start_timeout_s": 2.5, "retry_after_s": 0}

@@ -1,4 +1,4 @@
-"""Frames of generations survive packing, and malformed ones are refused."""
+"""Frames of generations are unpacked as they were packed, and malformed frames are refused."""
 
 from typing import Any
 

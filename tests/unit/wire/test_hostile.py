@@ -1,4 +1,4 @@
-"""The frame readers understand any bytes, or raise ProtocolError."""
+"""For any bytes, the frame readers return a result or raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_json_that_is_none_is_a_protocol_error(body: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_json_is_an_object_or_a_protocol_error(body: bytes) -> None:
-    """Random bytes are read as an object, or raise ProtocolError, in any encoding."""
+    """Random bytes are either read as a JSON object, or raise ProtocolError."""
     with suppress(ProtocolError):
         assert isinstance(frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body), dict)
 
 
 @given(st.binary(max_size=2 * HEADER.size))
 def test_any_header_is_that_of_a_frame_or_a_protocol_error(raw: bytes) -> None:
-    """Any bytes are a valid header, or raise ProtocolError. They may be too few, or name an unknown kind of frame."""
+    """Any bytes either are a valid header or raise ProtocolError, for example if they are too few or name an unknown kind."""
     with suppress(ProtocolError):
         assert isinstance(frames.read_header(raw)[0], Kind)

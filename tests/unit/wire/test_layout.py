@@ -26,12 +26,12 @@ SCALAR = Tensor("s", "i64", (), None)
 
 
 def test_tensors_follow_each_other_aligned() -> None:
-    """For two rows, x takes 24 bytes, mask 10 and s 8. Each tensor begins at a multiple of 64."""
+    """Tensors of a block are placed one after another, each at a multiple of 64 bytes. Here, the block has two rows."""
     assert Block((X, MASK, SCALAR)).places[2] == ((0, 64, 128), ((2, 3), (5, 2), ()), 192)
 
 
 def test_the_batch_axis_may_be_anywhere() -> None:
-    """Rows replace the -1 on any axis; a tensor without a batch axis keeps its shape."""
+    """The batch axis, which is -1 in a shape, may be any axis. A tensor without a batch axis has the same shape for all rows."""
     assert (X.shape(7), MASK.shape(7), SCALAR.shape(7)) == ((7, 3), (5, 7), ())
 
 
@@ -53,9 +53,9 @@ def test_an_interface_survives_its_json() -> None:
 
 
 def test_the_protocols_dtypes_are_the_bundles() -> None:
-    """The protocol has its own table of dtypes, so that a stub imports little.
+    """The protocol's own table of dtypes agrees with the table of the bundle format.
 
-    It agrees with the table of the bundle format.
+    The protocol has its own, so that a stub need not import the bundle format.
     """
     assert set(ITEMSIZE) == set(NUMPY) == set(dtypes.TOKENS)
     assert {token: dtypes.itemsize(token) for token in dtypes.TOKENS} == ITEMSIZE
@@ -90,9 +90,9 @@ def test_the_flat_form_has_every_number_and_name() -> None:
 
 
 def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
-    """A request takes the shortest variant that holds its length, with tensors of its own length.
+    """A request takes the shortest variant that is long enough, and its tensors have the request's own length.
 
-    At a compiled length, it uses the variant itself.
+    If the length is exactly that of a variant, the variant itself is returned.
     """
     short, long = (
         Variant(
@@ -117,9 +117,9 @@ def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
 
 
 def test_a_type_that_no_client_can_send_has_no_flat_form() -> None:
-    """A model with a type that no client can send has no flat form.
+    """An interface with a dtype that no client can send has no flat form.
 
-    Such a model has hooks, so it does not have the native front.
+    The model needs hooks for such a dtype, so the native front, which reads the flat form, cannot serve it.
     """
     interface = Interface((Variant(Block((Tensor("x", "f8_e4m3", (), None),)), Block(()), (1,)),), exact=True)
 

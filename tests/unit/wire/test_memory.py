@@ -33,7 +33,10 @@ def arena() -> Iterator[Arena]:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=60))
 def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -> None:
-    """For random calls of take and give, ranges are disjoint and aligned. At the end, the arena is idle."""
+    """For random calls of `take` and `give`, the ranges in use are disjoint and aligned.
+
+    When all ranges are given back, the arena is idle.
+    """
     arena = Arena(first=4096, keep=1 << 16)
     out: list[Place] = []
     for nbytes, give in steps:
@@ -60,7 +63,7 @@ def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -
 
 
 def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena) -> None:
-    """An idle segment that is larger than `keep` is dropped at once, and the runtime is told."""
+    """A segment that is larger than `keep` is dropped as soon as it is idle, and the drop is reported to the runtime."""
     small = arena.take(100)
     before = arena.nbytes
     large = arena.take(8 << 20)
@@ -75,7 +78,7 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
 
 
 def test_idle_segments_together_take_no_more_than_may_stay(arena: Arena) -> None:
-    """None of three segments exceeds `keep`, but two of them together do. So the first two that become idle are dropped."""
+    """Idle segments may take `keep` bytes together, which is enough for one of three segments. So two of them are dropped."""
     places = [arena.take(1 << 20) for _ in range(3)]
     for _ in places:
         arena.announced()
@@ -88,7 +91,7 @@ def test_idle_segments_together_take_no_more_than_may_stay(arena: Arena) -> None
 
 
 def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:
-    """The descriptor of an unannounced segment is closed, and never sent."""
+    """If a segment is dropped before it was announced to the runtime, its descriptor is closed and never sent."""
     arena.take(100)
     before = open_files()
     large = arena.take(8 << 20)
@@ -100,7 +103,7 @@ def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena
 
 
 def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
-    """Closing frees every descriptor, and later gives of places are ignored."""
+    """Closing an arena closes every descriptor. A place that is given back later is ignored."""
     before = open_files()
     arena = Arena()
     place = arena.take(10)
@@ -144,7 +147,7 @@ def test_both_sides_see_the_same_bytes(arena: Arena) -> None:
 
 
 def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
-    """A segment without seals is refused: its owner could shrink it, and reading it would then end the runtime with SIGBUS."""
+    """A segment without seals is refused. Its owner could shrink it, and then reading it would kill the runtime with SIGBUS."""
     fd = os.memfd_create("plain", os.MFD_CLOEXEC)
     os.ftruncate(fd, 4096)
     try:
@@ -155,9 +158,9 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
 
 
 def test_a_segment_beyond_the_limit_is_refused() -> None:
-    """A segment beyond the limit is refused.
+    """A segment that is larger than the limit is refused.
 
-    Empty pages cost its sender nothing, but they take the runtime's address space.
+    Its empty pages would cost the sender nothing, but would take address space of the runtime.
     """
     fd = create_sealed(1 << 30, "large")
     try:
@@ -168,7 +171,7 @@ def test_a_segment_beyond_the_limit_is_refused() -> None:
 
 
 def test_a_board_has_one_size() -> None:
-    """A board must have one certain size. The size is checked when the board is mapped, and not when it is read."""
+    """A board of any other size than the documented one is refused when it is mapped."""
     for size in (1, 4096, 1 << 20):
         fd = create_sealed(size, "board")
         try:
@@ -179,7 +182,7 @@ def test_a_board_has_one_size() -> None:
 
 
 def test_a_document_beyond_the_limit_is_refused_unread() -> None:
-    """A document beyond the limit is refused without being read."""
+    """A document that is larger than the limit is refused, and is not read."""
     fd = create_sealed(1 << 40, "document")
     try:
         with pytest.raises(SharedMemoryError, match="exceeds 67108864"):
@@ -189,7 +192,7 @@ def test_a_document_beyond_the_limit_is_refused_unread() -> None:
 
 
 def test_something_that_is_no_memory_is_refused() -> None:
-    """A pipe's descriptor in place of a memfd is the peer's fault, not a crash."""
+    """If the peer sends the descriptor of a pipe in place of a memfd, an error is raised, and the process does not crash."""
     read, write = os.pipe()
     try:
         with pytest.raises(SharedMemoryError):
@@ -221,7 +224,7 @@ def test_a_tensor_that_no_machine_can_hold_is_an_error_that_can_be_handled(arena
 
 
 def test_the_board_shows_what_was_published_last() -> None:
-    """A reader maps the board once and sees every later value. It cannot write."""
+    """A reader that has mapped the board sees every later value. It cannot write to the board."""
     board = Board()
     view = read_board(board.fd)
     assert view[0] == 0

@@ -23,7 +23,7 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    """A directory that others may enter is refused. Another user may have made it, and may listen in it."""
+    """A directory that other users may enter is refused, because another user may have made it and may listen in it."""
     (tmp_path / "open").mkdir(mode=0o755)
 
     with pytest.raises(paths.RuntimeDirectoryError, match="mode 0700"):
@@ -40,9 +40,9 @@ def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path) -> None:
-    """Directories of ended servers are removed.
+    """Directories of ended servers are removed, and those of running servers and of other programs stay.
 
-    If another process has the server's pid, its start time differs, so the directory is removed, too.
+    If a new process has the pid of an ended server, its start time is another one, so the server's directory is removed.
     """
     alive = tmp_path / f"{os.getpid()}-{paths.start_time(os.getpid())}-gpu0"
     reused = tmp_path / f"{os.getpid()}-1-gpu0"
@@ -80,9 +80,9 @@ def test_every_file_of_a_dead_server_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -> None:
-    """A directory has one runtime, whose lock keeps the directory.
+    """Only one runtime can hold the lock of a directory. While it holds the lock, the directory is not removed.
 
-    This holds even if the server's pid is unknown, as in another container.
+    This matters if no process has the server's pid, for example because the server is in another container.
     """
     directory = tmp_path / "4194303-77-gpu0"
     directory.mkdir()
@@ -124,7 +124,7 @@ def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("nbytes", "descriptors"), [(MAX_FRAME + 1, 0), (MAX_FRAME + 1, 1), (1, 5)])
 def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -> None:
-    """A frame that is too large raises ProtocolError, so that it is not read as a shorter one.
+    """A frame with too many bytes or descriptors raises ProtocolError. It is never read as a shorter frame.
 
     Its descriptors are closed.
     """
@@ -138,9 +138,9 @@ def test_an_oversized_frame_is_a_protocol_error(nbytes: int, descriptors: int) -
 
 
 def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int]) -> None:
-    """If this process may open no more files, the kernel drops a frame's descriptors and marks the frame as cut.
+    """If this process may open no more files, the kernel drops the descriptors of a received frame.
 
-    The error blames the limit, not the peer.
+    The error names the limit of open files, and does not blame the peer.
     """
     assert few_descriptors
     first, second = few_descriptors.pop(), few_descriptors.pop()

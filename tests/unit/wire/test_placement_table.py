@@ -41,7 +41,10 @@ def test_file_may_come_later(path: Path, writer: PlacementWriter) -> None:
 
 
 def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread reads the old file while another thread follows the table into a larger file. Both get the latest mask."""
+    """While one thread reads the old file, another thread finds the larger file that has replaced it.
+
+    Both threads get the latest mask.
+    """
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
     assert reader.mask(0) == 1
@@ -61,9 +64,9 @@ def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch
 
 
 def test_table_outgrows_its_file(path: Path, writer: PlacementWriter) -> None:
-    """A table that is too large for its file gets a larger file, and readers follow it.
+    """A table that is too large for its file is written to a larger one, and readers find the new file.
 
-    A smaller table then stays in the larger file.
+    A smaller table is later written to the same, larger file.
     """
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
@@ -80,7 +83,7 @@ def test_table_outgrows_its_file(path: Path, writer: PlacementWriter) -> None:
 
 
 def test_next_writer_continues(path: Path, writer: PlacementWriter) -> None:
-    """After the end of a writer, its last table stays valid. The next writer continues its numbers of generations."""
+    """After the end of a writer, its last table stays valid. The next writer continues to count the generations."""
     writer.write({"cats": 1})
     writer.write({"cats": 2})
     reader = PlacementReader(path, "cats")
@@ -97,9 +100,9 @@ def test_next_writer_continues(path: Path, writer: PlacementWriter) -> None:
 def test_writer_dies_before_the_larger_file_is_in_place(
     path: Path, writer: PlacementWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a writer dies before the larger file is in place, readers keep the last table.
+    """If a writer dies before its larger file has replaced the old one, readers still use the last table.
 
-    They find the table of the next writer.
+    Later, they find the table of the next writer.
     """
     writer.write({"model7": 1})
     reader = PlacementReader(path, "model7")
@@ -121,13 +124,13 @@ def test_writer_dies_before_the_larger_file_is_in_place(
 
 
 def test_torn_half_changes_nothing(path: Path, writer: PlacementWriter) -> None:
-    """If a wrong byte damages one half of the file, a reader keeps its last mask. It reads the next complete table."""
+    """If one half of the file is damaged, a reader still returns its last mask, until the next complete table is written."""
     writer.write({"cats": 1})
     reader = PlacementReader(path, "cats")
     assert reader.mask(0) == 1
     writer.write({"cats": 2})
     content = path.read_bytes()
-    # The mask in half 0, which has generation 2.
+    # Overwrite the mask in half 0, which has generation 2.
     with path.open("r+b") as file:
         file.seek(64 + 16 + 16)
         file.write(b"\4")
@@ -141,7 +144,7 @@ def test_torn_half_changes_nothing(path: Path, writer: PlacementWriter) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"rsrvpt01", bytes(64), b"rsrvpt01\xff\xff\0\0" + bytes(1000)])
 def test_foreign_file(path: Path, content: bytes) -> None:
-    """For a reader, a file of another format is no table. A writer replaces such a file."""
+    """If the file has another format, a reader finds no table in it. A writer replaces such a file."""
     path.write_bytes(content)
     reader = PlacementReader(path, "cats")
     assert reader.mask(0) == 0
@@ -183,9 +186,9 @@ while True:
 
 
 def test_readers_beside_a_busy_writer_that_is_killed(path: Path) -> None:
-    """While another process writes as fast as it can, masks only rise.
+    """Another process writes tables with rising masks as fast as it can. A reader never gets an older mask than before.
 
-    After a kill of this process, the table is complete.
+    After the writing process was killed, the table is complete.
     """
     generation = 0
     for _ in range(3):

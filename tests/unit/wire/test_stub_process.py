@@ -37,9 +37,9 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_a_stub_is_known_by_its_command_line(program: Path, tmp_path: Path) -> None:
-    """A stub is recognised by its command line.
+    """A process is recognised as a stub by its command line.
 
-    A relative path of model.py is relative to the working directory of the process.
+    If the path of model.py is relative, it is relative to the working directory of this process.
     """
     words = ["model.py", "region", "1", "2", "77", "/backend", "3", "cats_0_0", "DEFAULT"]
     with process(program, *words, folder=tmp_path) as pid:
@@ -47,9 +47,9 @@ def test_a_stub_is_known_by_its_command_line(program: Path, tmp_path: Path) -> N
 
 
 def test_a_shell_that_starts_a_stub_is_the_stub(program: Path, tmp_path: Path) -> None:
-    """Up to release 25.08, Triton starts a stub through a shell, whose command line ends with the stub's.
+    """Up to release 25.08, Triton starts a stub through a shell, and the shell's command line ends with the stub's.
 
-    This shell is taken as the stub.
+    The shell is recognised as a stub.
     """
     line = f"read -r _; exec {program} {tmp_path}/model.py region 1 2 77 /backend 3 cats_0_0 DEFAULT"
     with process("bash", "-c", f"echo; {line}", folder=tmp_path) as pid:
@@ -57,9 +57,9 @@ def test_a_shell_that_starts_a_stub_is_the_stub(program: Path, tmp_path: Path) -
 
 
 def test_other_processes_are_no_stubs(program: Path, tmp_path: Path) -> None:
-    """Other processes are not taken as stubs.
+    """Other processes are not recognised as stubs.
 
-    A region must be a name in /dev/shm, not a path, so that no other program's file is removed.
+    A process whose region is a path is not one either, because the file of another program could be removed.
     """
     assert StubCommand.read(os.getpid()) is None
     assert StubCommand.read(_ENDED) is None
@@ -71,9 +71,9 @@ def test_other_processes_are_no_stubs(program: Path, tmp_path: Path) -> None:
 def test_another_users_process_is_no_stub(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of another user is not taken as a stub.
+    """A process of another user is not recognised as a stub.
 
-    It could name shared memory of a third user, which a runtime of root would remove.
+    Its command line could name the shared memory of a third user, and a runtime that runs as root would remove it.
     """
     with process(program, "model.py", "region", "1", "2", "77", "/backend", folder=tmp_path) as pid:
         assert StubCommand.read(pid) is not None
@@ -82,7 +82,7 @@ def test_another_users_process_is_no_stub(
 
 
 def test_a_stub_whose_server_has_ended_ends_with_its_shared_memory(program: Path, tmp_path: Path) -> None:
-    """A stub is ended, and its shared memory is removed, only if its server has ended."""
+    """If the server of a stub has ended, the stub is ended and its shared memory is removed. Other stubs are left alone."""
     region = Path(f"/dev/shm/rsrv_test_{os.getpid()}")
     region.touch()
     statuses: list[int] = []

@@ -103,9 +103,9 @@ WRONG: list[tuple[int, Any]] = [
     ids=str,
 )
 def test_a_malformed_span_is_refused(answer: dict[str, Any]) -> None:
-    """A malformed span is refused.
+    """A malformed span is refused, because it would make the exporter of spans fail.
 
-    Hooks run in the process that sends spans, and a wrong span would make the exporter fail.
+    The sender is not trusted, because hooks run in its process.
     """
     assert traces.read_spans({"spans": [GOOD], "dropped": 0}) == ([Span(*GOOD)], 0)
     with pytest.raises(ProtocolError):

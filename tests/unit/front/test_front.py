@@ -755,6 +755,21 @@ def test_a_run_starts_a_cold_model() -> None:
     assert driver.attempts == {0: Connect(0, started=False, asked=True)}
 
 
+def test_a_run_counts_as_demand_as_long_as_it_asks() -> None:
+    """A run that waits for the next runtime makes the model's start as urgent as a waiting request does, until it asks no more."""
+    driver = down()
+    run = Request(deadline_s=driver.now + 30)
+    driver.send(RunAsks(run))
+    assert driver.demand == {"asked": True, "deadline_ns": round(1e9 * run.deadline_s)}
+
+    driver.end_attempt(Unreached(0, "end of stream", ended=True))
+    driver.tick(0.9)
+    assert driver.attempts == {0: Connect(0, started=True, asked=True)}
+
+    driver.tick(0.2)
+    assert driver.demand == {}
+
+
 def test_an_event_that_a_state_does_not_allow_shows_the_history() -> None:
     """An event that the state of a device does not allow raises an error with the device's history.
 

@@ -161,7 +161,7 @@ class RequestAnswered:
 class RunAsks:
     """The runtime of a meta model's run has died, and the run asks whether it may look for another runtime now.
 
-    The answer is Proceed, Hold or Refuse. The run keeps its thread, so it does not count among the waiting requests.
+    The answer is Proceed, Hold or Refuse. The run waits on its own thread, and asks again until it may proceed.
     """
 
     request: FrontRequest

@@ -61,6 +61,8 @@ from rsrv.wire.frames import StartProgress, Status
 
 #: Replace this process after this many attempts that failed because the process and the runtime do not understand each other.
 _MOST_MISUNDERSTOOD = 5
+#: A run of a meta model waits for a runtime as long as it asks again within this many seconds. Runs ask every TICK_S.
+_RUN_WAITS_S = 1.0
 
 _GIVEN_UP = "the model's process cannot reach its runtime, and is being restarted: %s"
 _START_FAILED = "the model could not be started; a request starts it again after %.0f s: %s"
@@ -110,6 +112,8 @@ class Front:
         self._start_timeout_s = 0.0
         #: Waiting requests in their order.
         self._waiting: list[FrontRequest] = []
+        #: Runs of a meta model that wait for a runtime, with the time when each asked last.
+        self._runs: dict[FrontRequest, float] = {}
         #: Bytes of the inputs of waiting requests.
         self._nbytes = 0
         #: The suspect that was submitted and has no answer yet.
@@ -143,10 +147,11 @@ class Front:
         return min((device.due for device in self._devices.values()), default=inf)
 
     def demand(self) -> dict[str, int]:
-        """Return a summary of the waiting requests, as the frame REGISTER has it. It is empty if no request waits."""
-        if not self._waiting:
+        """Return a summary of the waiting requests and runs, as the frame REGISTER has it. It is empty if none waits."""
+        requests = [*self._waiting, *self._runs]
+        if not requests:
             return {}
-        earliest = min(filter(None, (request.deadline_s for request in self._waiting)), default=0.0)
+        earliest = min(filter(None, (request.deadline_s for request in requests)), default=0.0)
         return {"asked": True, **({"deadline_ns": round(1e9 * earliest)} if earliest else {})}
 
     def snapshot(self) -> Snapshot:
@@ -161,6 +166,7 @@ class Front:
         if self._closed:
             return _refuse_closed(event)
         self._out = []
+        self._runs = {run: asked_at for run, asked_at in self._runs.items() if now - asked_at < _RUN_WAITS_S}
         self._apply(event, now)
         if self.is_closed:
             return self._out
@@ -168,7 +174,7 @@ class Front:
         if not isinstance(event, RequestEvent):
             self._expire(now)
         self._submit()
-        if isinstance(event, TimePassed | StepAnnounced) and any(self._in(ATTEMPTING)):
+        if isinstance(event, TimePassed | StepAnnounced | RunAsks) and any(self._in(ATTEMPTING)):
             self._out.append(TellDemand(self.demand()))
         return self._out
 
@@ -245,7 +251,7 @@ class Front:
     ) -> None:
         device.move(event)
         device.asked = asked
-        asked = asked or (device.started and bool(self._waiting))
+        asked = asked or (device.started and bool(self._waiting or self._runs))
         self._out.append(Connect(device.number, device.started, asked))
 
     def _register(self, device: FrontDevice, event: Registered) -> None:
@@ -359,8 +365,10 @@ class Front:
     def _answer_run(self, request: FrontRequest, now: float) -> None:
         refusal = refuse_waiting(request, self._outage(now), now)
         if refusal is not None:
+            self._runs.pop(request, None)
             self._out.append(Refuse(request, *refusal))
             return
+        self._runs[request] = now
         is_turn = not request.deaths or self._suspect in (None, request)
         if request.deaths and is_turn:
             self._suspect = request
@@ -391,7 +399,7 @@ class Front:
     # --- 2. start ---------------------------------------------------------------------------------------------
 
     def _start(self, event: Event, now: float) -> None:
-        if (self._waiting or isinstance(event, RunAsks)) and not self._serves:
+        if (self._waiting or self._runs) and not self._serves:
             device = self._find_start(now)
             if device is not None:
                 for neighbour in self._devices.values():

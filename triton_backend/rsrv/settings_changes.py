@@ -99,6 +99,14 @@ class FileMonitor:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def refusal_file(file: Path) -> Path:
+    """Return the path of the file with the reason why `rsrv serve` does not use the file of --config.
+
+    `file` is the rsrv.yaml of the server's repository.
+    """
+    return file.with_name(f"{file.name}.refused")
+
+
 def read_or_keep(file: Path, copy: Path) -> tuple[Settings, str]:
     """Return the settings of a file and "", or the settings of its last good text and the reason why the file is broken.
 

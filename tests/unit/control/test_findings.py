@@ -183,7 +183,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "weights_thrash",
             "warning",
-            "weights thrash: 40 MB are asked for, 30 MB fit; 78%",
+            "weights thrash: requests need 40 MB, but 30 MB fit; 78%",
             server(
                 counts(
                     {
@@ -197,7 +197,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
                 settings="runtime: {weight_budget_bytes: 30000000}",
             ),
         ),
-        ("over_pinned", "warning", "120 MB of weights are pinned, 100 MB fit", server(counts({}, pinned_bytes=120 * MB))),
+        ("over_pinned", "warning", "120 MB of weights are pinned, but only 100 MB fit", server(counts({}, pinned_bytes=120 * MB))),
         (
             "waits_in_triton",
             "warning",
@@ -243,7 +243,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "compiled_at_start",
             "note",
-            "2 executables were compiled since this runtime's start: 41 s",
+            "2 executables were compiled since this runtime's start, which took 41 s",
             server(counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))),
         ),
         (
@@ -261,7 +261,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "padding",
             "note",
-            "85.7% of the rows of a are padding (4850, beside 808 rows of requests)",
+            "85.7% of the rows of a are padding (4850 rows; 808 rows are of requests)",
             serving(354, useful_rows=808, padded_rows=4850, batch_rows=times(354, 3, ROWS)),
         ),
         (
@@ -299,7 +299,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "held_back",
             "note",
-            "requests of a wait 5 ms for others to share an execution, but 1000 executions had 1000 requests",
+            "requests of a wait 5 ms for other requests to share an execution, but 1000 executions had 1000 requests",
             server(
                 counts({"a": model(queue_wait=times(1000, 0.005))}), settings="models: {a: {max_delay_us: 5000}}"
             ),
@@ -325,13 +325,13 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "queue_full",
             "warning",
-            "a refused 100 of 1100 requests (QUEUE_FULL); 1024 may wait",
+            "a refused 100 of 1100 requests (QUEUE_FULL); at most 1024 may wait",
             serving(outcomes=outcomes(refused=100), refused={"queue_full": 100}),
         ),
         (
             "no_memory",
             "critical",
-            "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
+            "there was no memory for its 10 MB of weights in addition to the 20 MB on the device (the budget is 100 MB)",
             serving(outcomes=outcomes(refused=2), refused={"no_memory": 2}),
         ),
         (
@@ -384,25 +384,25 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "slow_import",
             "critical",
-            "b's model.py has been importing for 45 s; other models load beside it: imports hold 2 of Triton's 4 load threads; also a",
+            "b's model.py has been importing for 45 s; other models load meanwhile: imports hold 2 of Triton's 4 load threads; also a",
             server(counts({"a": model(), "b": model()}, importing={"a": (31.0, 0), "b": (45.0, 7)}), loading=frozenset("abc")),
         ),
         (
             "slow_import",
             "critical",
-            "a's model.py has been importing for 45 s; its requests wait for it",
+            "a's model.py has been importing for 45 s; the model's requests wait for the import",
             server(counts({"a": model()}, importing={"a": (45.0, 7)})),
         ),
         (
             "slow_import",
             "critical",
-            "a's model.py has been importing for 45 s; Triton opens its ports after all first models, so none is served",
+            "a's model.py has been importing for 45 s; no model is served, because Triton opens its ports only after it has loaded all models of its start",
             server(counts({"a": model()}, importing={"a": (45.0, 7)}), starting=True),
         ),
         (
             "slow_import",
             "critical",
-            "an older version is served; other loads wait behind it: imports hold 1 of Triton's 1 load thread",
+            "an older version is served; other models wait for this import: imports hold 1 of Triton's 1 load thread",
             server(
                 counts({"a": model()}, importing={"a": (45.0, 7)}),
                 entries={"a@1": entry("a"), "a@2": entry("a", stubs=[101])},
@@ -414,7 +414,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "slow_import",
             "warning",
-            "a's model.py has been importing for 45 s, and an older version is served; other models load beside it",
+            "a's model.py has been importing for 45 s, and an older version is served; other models load meanwhile",
             server(
                 counts({"a": model()}, importing={"a": (45.0, 7)}),
                 entries={"a@1": entry("a", stubs=[100, 101])},
@@ -451,7 +451,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "settings_refused",
             "warning",
-            "rsrv.yaml is not used: line 3",
+            "the settings file is not used: line 3",
             server(counts({}), settings_refused="line 3"),
         ),
         (
@@ -467,11 +467,11 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server(counts({}), settings_waiting=["runtime.spare: wait for a restart"]),
         ),
         ("shm_full", "warning", "40 B of 1 kB of /dev/shm are free", server(counts({}), shm=ShmUsage(40, 1000))),
-        ("traces_lost", "note", "9 spans of traces were not taken", server(counts({}), spans={"exported": 5, "failed": 9})),
+        ("traces_lost", "note", "the collector did not accept 9 spans of traces", server(counts({}), spans={"exported": 5, "failed": 9})),
         (
             "renewal_failed",
             "warning",
-            "the changed files of control.token_file cannot be used, and the last good ones stay in use",
+            "the changed files of control.token_file cannot be used, so the last valid ones stay in use",
             server(counts({}), renewals=[FileState("control.token_file", None, "it holds no token")]),
         ),
         (
@@ -518,25 +518,30 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
     ("name", "cause", "cure", "now"),
     [
         ("no_memory", "pinned weights take 95 MB", "rsrv unpin", refused_for_memory(10 * MB, 95 * MB)),
-        ("no_memory", "another program has the memory", "rsrv compact", refused_for_memory(10 * MB, 20 * MB)),
-        ("no_memory", "another program has the memory", "rsrv compact", refused_for_memory(200 * MB, 0)),
+        (
+            "no_memory",
+            "another program uses the memory",
+            "rsrv compact",
+            refused_for_memory(10 * MB, 20 * MB),
+        ),
+        ("no_memory", "another program uses the memory", "rsrv compact", refused_for_memory(200 * MB, 0)),
         (
             "runtime_down",
-            "its process 7 lives",
+            "the runtime's process 7 exists",
             "kill -CONT 7",
             server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
         ),
         ("runtime_down", "", "", server(devices={0: DeviceFigures(down_s=30.0)})),
         (
             "slow_import",
-            "line 7 of its model.py waits or loops",
+            "line 7 of its model.py loops, or waits",
             "the import fails at 1.0 min (stub.hook_timeout_s)",
             server(counts({"a": model()}, importing={"a": (45.0, 7)})),
         ),
         (
             "slow_import",
-            "its model.py waits or loops",
-            "with a number for stub.hook_timeout_s",
+            "its model.py loops, or waits",
+            "if stub.hook_timeout_s is a number",
             server(
                 counts({"a": model()}, importing={"a": (45.0, 0)}),
                 settings="stub: {hook_timeout_s: null}",
@@ -545,16 +550,16 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
         (
             "bundle_refused",
             "torn",
-            "fix what the reason names",
+            "fix the cause",
             server(counts({"a": model()}), failures={"a": BundleFailure("torn", since=1.0)}, barred="fixed"),
         ),
         (
             "bundle_refused",
-            "nothing may be written: fixed",
-            "restart tritonserver to serve what the bundles hold now",
+            "the repository is not updated: fixed",
+            "restart tritonserver to serve the bundles as they are now",
             server(
                 counts({"a": model()}),
-                failures={"a": BundleFailure("nothing may be written: fixed", since=1.0)},
+                failures={"a": BundleFailure("the repository is not updated: fixed", since=1.0)},
                 barred="fixed",
             ),
         ),
@@ -605,7 +610,7 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
     compiled = counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))
     for settings, cause in (
         ("runtime: {compilation_cache_dir: null}", "runtime.compilation_cache_dir is null"),
-        ("runtime: {compilation_cache_dir: /cache}", "they were not in /cache"),
+        ("runtime: {compilation_cache_dir: /cache}", "the executables were not in /cache"),
     ):
         now = server(compiled, settings=settings)
         assert cause in found(now, replace(now, t=0.0, devices={}))["compiled_at_start"].cause
@@ -738,7 +743,7 @@ def test_lost_spans_and_waits_before_the_window_are_forgotten() -> None:
     now = replace(past, t=120.0, spans={"failed": 9, "dropped": 6})
     (finding,) = found(now, past).values()
     assert finding.evidence == (
-        "0 spans of traces were not taken by the collector, and 2 did not fit the buffer"
+        "the collector did not accept 0 spans of traces, and 2 did not fit into the buffer"
     )
     assert found(replace(now, t=180.0), now) == {}
 
@@ -759,11 +764,11 @@ def test_padding_names_the_size_that_saves_most() -> None:
     cure = found(serving(**rows))["padding"].cure
     # Size 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
     assert cure.startswith(
-        "export batch size 4 as well, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
+        "also export batch size 4, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
     )
 
     unknown = serving(1000, {}, **rows)
-    assert found(unknown)["padding"].cure.startswith("export batch size 4 as well (costs")
+    assert found(unknown)["padding"].cure.startswith("also export batch size 4 (costs")
 
 
 def test_the_model_with_most_requests_speaks_for_all() -> None:
@@ -792,7 +797,7 @@ def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() 
         settings="runtime: {weight_budget_bytes: 20000000}\nmodels: {pinned: {residency: device}}",
     )
     finding = found(now)["weights_thrash"]
-    assert finding.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
+    assert finding.evidence.startswith("weights thrash: requests need 26 MB, but 20 MB fit")
     assert finding.cure.startswith("set runtime.weight_budget_bytes: 26000000 in rsrv.yaml (6 MB more")
 
 
@@ -809,7 +814,7 @@ def test_findings_name_the_device_if_there_are_several() -> None:
     ("settings", "cause", "cure"),
     [
         ("placement: {mode: external}", "a gateway places models", "`rsrv gateway status a`"),
-        ("models: {a: {devices: [0]}}", "models.a.devices: [0] keeps it from device 1", "add 1 to models.a.devices"),
+        ("models: {a: {devices: [0]}}", "models.a.devices: [0] excludes device 1", "add 1 to models.a.devices"),
         ("models: {a: {replicas: 1}}", "models.a.replicas is 1", "set models.a.replicas: auto"),
         ("placement: {replicas: 1}", "placement.replicas is 1", "set placement.replicas: auto"),
         ("models: {a: {devices: [0, 1]}}", "its weights have no room on device 1", "`rsrv placement`"),

@@ -13,7 +13,7 @@ import pytest
 from rsrv.control.settings_file import Rereading, SettingsFile
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import SettingsError, load_settings
-from rsrv.settings_changes import CHANGEABLE, differences, effect, read_or_keep
+from rsrv.settings_changes import CHANGEABLE, differences, effect, read_or_keep, refusal_file
 from tests.unit.control.peers import Served, served
 from tests.waiting import looped
 
@@ -62,7 +62,7 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
         assert change["runtime"]["idle"]["host"] == 3600
         assert change["models"] == {"a": {"settings": {"weight": 3.0, "start": "lazy"}}}
         assert await here.reread() == []
-        assert "changed at once: runtime.idle, models.a.weight, models.a.start" in here.said[0]
+        assert "changes in force: runtime.idle, models.a.weight, models.a.start" in here.said[0]
         status = await here.server.control.GetStatus(pb.GetStatusRequest())
         assert status.models[0].policy.weight == 3
 
@@ -70,11 +70,24 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
 
 
 @looped
+async def test_an_error_of_the_file_of_config_is_in_the_status(tmp_path: Path) -> None:
+    """`rsrv serve` writes the server's file from the file of --config. If that file has an error, the status shows it."""
+    async with scene(tmp_path) as here:
+        refusal_file(here.path).write_text("mine.yaml: scheduler: unknown key 'max_queue_dept'")
+        await here.reread()
+        assert await here.notes() == ["not used: mine.yaml: scheduler: unknown key 'max_queue_dept'"]
+
+        refusal_file(here.path).unlink()
+        await here.reread()
+        assert await here.notes() == []
+
+
+@looped
 async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
     """An alias that is added, changed or removed in the file is followed, even if an operator has changed it before."""
     async with scene(tmp_path) as here:
         await here.reread("aliases: {fraud: a, mine: b}")
-        assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
+        assert "changes in force: aliases.fraud, aliases.mine" in here.said[0]
         here.server.runtimes.desired.set_aliases({"mine": {"a": 1.0}, "fraud": None})
 
         await here.reread("aliases: {fraud: a, mine: b, more: a}")
@@ -96,7 +109,7 @@ async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: P
 
         await here.reread()
         assert here.server.lifecycle.aliases == {"mine": {"c": 1.0}}
-        assert "changed at once: models.a.weight, aliases.mine" in here.said[-1]
+        assert "changes in force: models.a.weight, aliases.mine" in here.said[-1]
 
 
 @looped
@@ -148,13 +161,13 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
         await here.reread("runtime: {memory_fraction: 0.5}\ncontrol: {listen: null}\nmetrics: {listen: null}")
         assert await here.notes() == [
             "runtime.memory_fraction: run `rsrv restart`",
-            "metrics.listen: wait for a restart of the server",
+            "metrics.listen: restart the server",
         ]
 
         here.server.link.state.instance = "the next runtime"
         await here.rereading.check()
 
-        assert await here.notes() == ["metrics.listen: wait for a restart of the server"]
+        assert await here.notes() == ["metrics.listen: restart the server"]
         await here.reread("runtime: {memory_fraction: 0.5}")
         assert await here.notes() == []
 

@@ -72,9 +72,9 @@ async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
     try:
         await _control(options, server)
     except Exception:
-        log.critical("the control process failed; the runtime starts another", exc_info=True)
+        log.critical("the control process failed; the runtime starts another one", exc_info=True)
         os._exit(70)
-    log.info("tritonserver is gone")
+    log.info("tritonserver has ended, so the control process ends")
     paths.remove(options.directory)
     logs.flush()
     os._exit(0)
@@ -125,7 +125,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     exporting = _exporting(settings, runtimes)
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
-    file.refused = broken
+    file.error = broken
     renewals = Renewals()
     spans = {} if exporting is None else exporting.counts
     diagnosis = Diagnosis(runtimes, file, reconciler, health, spans, triton.queues, renewals)
@@ -141,7 +141,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         try:
             listeners.append((await listen(settings.control, service, health, renewals=renewals))[0])
         except ListenError as error:
-            log.error("%s. Control listens on its Unix socket only", error)
+            log.error("%s. The control service listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
         # Import aiohttp only here, because that takes a tenth of a second.
         from rsrv.control import trial
@@ -157,7 +157,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             log.info("metrics.listen: /metrics and the live page are at port %d", port)
         except (OSError, ValueError) as error:
             log.warning(
-                "rsrv's metrics and live page are not served: %s; set metrics.listen to a free port, or to null",
+                "rsrv's metrics and live page are not served: %s. Set metrics.listen to a free port, or to null",
                 error,
             )
     log.info(
@@ -219,7 +219,7 @@ def _exporting(settings: "Settings", runtimes: "Runtimes") -> "Exporting | None"
         from rsrv.control.exporting import Collector, Exporting
     except ImportError as error:
         log.error(
-            "traces.endpoint: no spans are exported: %s. With %s, run %s",
+            "traces.endpoint: no spans are exported: %s. For the Python %s, run %s",
             error,
             sys.executable,
             install_command("serve"),

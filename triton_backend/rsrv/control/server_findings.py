@@ -32,13 +32,13 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
                 "runtime_down",
                 "critical",
                 f"the runtime of device {number} has not answered for {duration(device.down_s)}",
-                f"its process {pid} lives: it is stopped, or gets no processor time"
+                f"the runtime's process {pid} exists, but it is stopped or gets no processor time"
                 if pid
-                else device.obstacle or "its process ended, and no other has started",
-                f"`kill -CONT {pid}` if `ps {pid}` says that it is stopped (T), else `kill -9 {pid}`: the next runtime "
-                "starts by itself, and waiting requests go to it"
+                else device.obstacle or "the runtime's process ended, and no new runtime has started",
+                f"if `ps {pid}` shows the state T (stopped), `kill -CONT {pid}`; otherwise `kill -9 {pid}`: the next runtime "
+                "starts by itself, and gets the waiting requests"
                 if pid
-                else "fix what the server's log names; the next runtime then starts by itself",
+                else "fix the cause that the server's log reports; the next runtime then starts by itself",
             )
 
 
@@ -63,7 +63,7 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
                 "runtime_restarts",
                 "warning" if deaths > 1 else "note",
                 f"{', and '.join(reasons)}, in {_span(case)}",
-                "it crashed, hung, or was killed, as by the kernel's out-of-memory killer"
+                "the runtime crashed, hung, or was killed, for example by the kernel's out-of-memory killer"
                 if deaths
                 else "an operator's `rsrv restart`",
                 "read the server's log, which has the reason and the model that executed; requests waited for the next runtime"
@@ -85,10 +85,10 @@ def _process_ended(case: Case) -> Iterator[ServerFinding]:
             "process_ended",
             "note",
             f"the process of {most} in Triton ended {_count(ends[most], 'time')} in {_span(case)}, and its requests "
-            f"failed until it was back{also}",
-            "it was killed, as by the kernel's out-of-memory killer, or model.py or one of its libraries crashed",
-            "nothing, if it ended once: the model was loaded again. If it ends again and again, tritonserver's log has the "
-            "reason above `its stub process is dead`",
+            f"failed until the model was loaded again{also}",
+            "the process was killed, for example by the kernel's out-of-memory killer, or model.py or one of its libraries crashed",
+            "nothing, if the process ended once. If it ends again and again, read tritonserver's log, which has the reason above "
+            "the line `its stub process is dead`",
         )
 
 
@@ -120,9 +120,9 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             reason = texts[names[0]]
             # If the reason ends with `barred`, the cause is in the server's flags and not in the bundle.
             remedy = (
-                f"restart tritonserver to serve what the bundles hold now. So that it follows them from then on, {HOW_TO_START}"
+                f"restart tritonserver to serve the bundles as they are now. To let it follow later changes, {HOW_TO_START}"
                 if case.now.barred and reason.endswith(case.now.barred)
-                else "fix what the reason names (`rsrv-bundle check` lists all faults of a bundle), then "
+                else "fix the cause (`rsrv-bundle check` lists all faults of a bundle), then "
                 f"`rsrv reload {names[0]}`"
             )
             yield ServerFinding(
@@ -145,11 +145,11 @@ def _slow_import(case: Case) -> Iterator[ServerFinding]:
     load_threads = f"imports hold {len(importing.keys() & case.now.loading)} of Triton's {_count(threads, 'load thread')}"
     blocked = case.now.starting or case.now.imports_hold_loads
     if case.now.starting:
-        effect = "Triton opens its ports after all first models, so none is served"
+        effect = "no model is served, because Triton opens its ports only after it has loaded all models of its start"
     elif longest in case.now.loading:
-        effect = f"other {'loads wait behind' if blocked else 'models load beside'} it: {load_threads}"
+        effect = f"other models {'wait for this import' if blocked else 'load meanwhile'}: {load_threads}"
     else:
-        effect = "its requests wait for it"
+        effect = "the model's requests wait for the import"
     alone = case.now.waits_for_import(longest)
     limit = import_limit_s(case.now.settings.stub.hook_timeout_s)
     yield ServerFinding(
@@ -157,12 +157,12 @@ def _slow_import(case: Case) -> Iterator[ServerFinding]:
         "critical" if blocked or alone else "warning",
         f"{longest}'s model.py has been importing for {duration(seconds)}"
         f"{'' if alone else ', and an older version is served'}; {effect}{f'; also {some(further)}' if further else ''}",
-        f"{where} waits or loops: for a download, a lock, or another process",
-        "end what it waits for, or put what it downloads into the bundle; "
+        f"{where} loops, or waits for a download, a lock or another process",
+        "end the wait, or put the files that it downloads into the bundle; "
         + (
             f"the import fails at {duration(limit)} (stub.hook_timeout_s), and the log has the stack"
             if limit is not None
-            else "with a number for stub.hook_timeout_s, such an import fails instead"
+            else "if stub.hook_timeout_s is a number, such an import fails at a limit"
         ),
     )
 
@@ -184,18 +184,18 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
             "not_served",
             "warning" if longest >= _LONG_START_S else "note",
             evidence,
-            "Triton still loads its first models, one after the other",
-            "wait, or read in tritonserver's log what takes long; tritonserver's --model-load-thread-count=N loads N models "
-            "at a time",
+            "Triton is still starting, and loads its models one after the other",
+            "wait, or read in tritonserver's log which load takes long; with --model-load-thread-count=N, tritonserver loads N "
+            "models at a time",
         )
     else:
         yield ServerFinding(
             "not_served",
             "critical",
             evidence,
-            "Triton could not load it, was not told to, or lost its process",
+            "Triton could not load the model, was not asked to load it, or lost the model's process",
             f"read tritonserver's log, which has the reason, then `rsrv reload {names[0]}`. This needs tritonserver's "
-            "--model-control-mode=explicit --load-model=*, with which failed loads are also tried again by themselves",
+            "--model-control-mode=explicit --load-model=*, with which failed loads are also retried by themselves",
         )
 
 
@@ -223,9 +223,9 @@ def _settings(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "settings_refused",
             "warning",
-            f"rsrv.yaml is not used: {_short(case.now.settings_refused)}",
-            "the file has an error, so the server goes on with the settings that it had before",
-            "fix the file; it is read again within two seconds",
+            f"the settings file is not used: {_short(case.now.settings_refused)}",
+            "the file has an error, so the server keeps its earlier settings",
+            "fix the file; the server reads it again when it changes",
         )
     if case.now.settings_waiting:
         yield ServerFinding(
@@ -233,7 +233,7 @@ def _settings(case: Case) -> Iterator[ServerFinding]:
             "note",
             f"changes of rsrv.yaml are not in force yet: {'; '.join(case.now.settings_waiting)}",
             "these keys are read only when a runtime or tritonserver starts",
-            "`rsrv restart`: requests wait a moment, and none fails. Start tritonserver again where the line says so",
+            "`rsrv restart`: requests wait a moment, and none fails. For the keys with `restart the server`, start tritonserver again",
         )
 
 
@@ -243,7 +243,7 @@ def _openai_closed(case: Case) -> Iterator[ServerFinding]:
             "openai_closed",
             "note",
             f"OpenAI's endpoints are off: {_short(case.now.openai_closed)}",
-            "a model has a task, and without keys every machine that reaches the port could call it",
+            "there is a model with a task, and without keys every machine that reaches the port could call the model",
             "write the callers' keys into the file that openai.keys_file names: the port opens within seconds. Or set "
             "openai.listen: null",
         )
@@ -264,7 +264,7 @@ def _shm_full(case: Case) -> Iterator[ServerFinding]:
     used = ", ".join(f"{use} take {amount(size)}" for use, size in uses if size)
     # Give advice only about users of at least a tenth of the used bytes. Other advice would free too little.
     notable = 0.1 * (shm.total - shm.free)
-    cures = ["give the container more of it (--shm-size)"]
+    cures = ["give the container more /dev/shm (--shm-size)"]
     if most >= notable:
         cures.append(
             f"let fewer requests of {largest} wait (models.{largest}.max_queue_depth) or send smaller ones: Triton keeps the "
@@ -289,7 +289,7 @@ def _traces_lost(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "traces_lost",
             "note",
-            f"{lost['failed']} spans of traces were not taken by the collector, and {lost['dropped']} did not fit the buffer",
+            f"the collector did not accept {lost['failed']} spans of traces, and {lost['dropped']} did not fit into the buffer",
             "the collector of traces.endpoint is down or slow",
             "check the collector, or let clients trace fewer requests. Requests do not wait for the collector",
         )
@@ -301,7 +301,7 @@ def _renewals(case: Case) -> Iterator[ServerFinding]:
             yield ServerFinding(
                 "renewal_failed",
                 "warning",
-                f"the changed files of {file.setting} cannot be used, and the last good ones stay in use",
+                f"the changed files of {file.setting} cannot be used, so the last valid ones stay in use",
                 file.problem,
                 "replace the files: they are read again within seconds",
             )
@@ -312,7 +312,7 @@ def _renewals(case: Case) -> Iterator[ServerFinding]:
                 "certificate_ends",
                 "warning" if left > 0 else "critical",
                 f"the certificate of {file.setting} {ends}",
-                "nobody has replaced its file",
+                "the certificate's file has not been replaced",
                 "replace the file: a renewed certificate is used within seconds, without a restart",
             )
 
@@ -335,8 +335,8 @@ def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
         f"the device is idle {percent(idle)} of the time while requests for {some(sorted(waits, key=by_number))} wait in "
         f"Triton, {duration(waits[worst])} on average for {worst}",
         f"the process of {worst} in Triton takes one batch at a time, and gets too little processor time",
-        f"give the server more processors or do less in model.py; a model without model.py needs no Python with "
-        f"models.{worst}.front: native, from the next start of the server",
+        f"give the server more processors, or do less in model.py. If there is no model.py, set models.{worst}.front: native, "
+        "which needs no Python and applies from the next start of the server",
     )
 
 
@@ -361,15 +361,15 @@ def _uneven(case: Case) -> Iterator[ServerFinding]:
 def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
     """Return the reason why a model does not also run on the device `free`, and the cure."""
     placement, devices = case.now.settings.placement, case.now.policy(name, "devices")
-    both = f"{name} then takes its weights on both devices"
+    both = f"{name}'s weights then take memory on both devices"
     if placement.mode == "external":
         return (
             "a gateway places models (placement.mode: external)",
-            f"`rsrv gateway status {name}` gives its reason",
+            f"`rsrv gateway status {name}` shows the gateway's reason",
         )
     if devices is not None and free not in devices:
         key = f"models.{name}.devices"
-        return f"{key}: {devices} keeps it from device {free}", f"add {free} to {key} in rsrv.yaml; {both}"
+        return f"{key}: {devices} excludes device {free}", f"add {free} to {key} in rsrv.yaml; {both}"
     own = case.now.policy(name, "replicas")
     key = "placement.replicas" if own is None else f"models.{name}.replicas"
     replicas = placement.replicas if own is None else own
@@ -395,7 +395,7 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
     needed = _together(case, window, used)
     load = merged(SECONDS, (model.measured("load") for model in models)).quantile(0.5)
     busiest = max(used, key=lambda model: model.grown("misses")).name
-    pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
+    pin = f"pin the models that must be fast (`rsrv pin {busiest}`; the other models wait longer)"
     if case.now.settings.runtime.weight_budget_bytes is not None and needed > budget:
         cure = (
             f"set runtime.weight_budget_bytes: {needed} in rsrv.yaml ({amount(needed - budget)} more of the device's "
@@ -406,8 +406,8 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
     yield ServerFinding(
         "weights_thrash",
         "warning",
-        f"weights thrash: {amount(needed)} are asked for, {amount(budget)} fit; {percent(min(1.0, misses / arrived))} "
-        f"of {arrived} requests waited for weights, {duration(load)} a load at the median",
+        f"weights thrash: requests need {amount(needed)}, but {amount(budget)} fit; {percent(min(1.0, misses / arrived))} "
+        f"of {arrived} requests waited for weights, and a load takes {duration(load)} at the median",
         f"{len(used)} models take turns on the device, and each load evicts what the next request needs",
         cure,
     )
@@ -419,7 +419,7 @@ def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "over_pinned",
             "warning",
-            f"{amount(pinned)} of weights are pinned, {amount(budget)} fit",
+            f"{amount(pinned)} of weights are pinned, but only {amount(budget)} fit",
             "pinned models (residency: device) are never evicted: executions may find no memory, and the other models are "
             "served one at a time, beyond the budget",
             "`rsrv unpin` the models that may wait for a load",
@@ -454,7 +454,7 @@ def _overloaded(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     yield ServerFinding(
         "overloaded",
         "warning",
-        f"the device is busy {percent(window.busy)} of the time, and {waiting} requests wait, {duration(wait)} at the median",
+        f"the device is busy {percent(window.busy)} of the time, and {waiting} requests wait; the median wait is {duration(wait)}",
         f"requests bring more work than the device can do; {most.name} takes {percent(most.device_s / window.seconds)} of it",
         f"add devices, send fewer requests, or export larger batch sizes for {most.name} if a row then costs less "
         f"(`rsrv status {most.name}` shows the cost of each size)",
@@ -469,14 +469,14 @@ def _compiled(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "compiled_at_start",
             "note",
-            f"{compiled} executables were compiled since this runtime's start: {duration(seconds)}",
+            f"{compiled} executables were compiled since this runtime's start, which took {duration(seconds)}",
             "runtime.compilation_cache_dir is null, so each start compiles all models"
             if folder is None
-            else f"they were not in {folder} (runtime.compilation_cache_dir): models or jax are new there",
+            else f"the executables were not in {folder} (runtime.compilation_cache_dir): the models or the version of jax are new there",
             "set runtime.compilation_cache_dir to a folder on a volume, or ship executables (`rsrv-gen --compile-for`)"
             if folder is None
-            else "nothing, if they were new: the next start finds them. If each start compiles, the folder does not outlive "
-            "the container: keep it on a volume, or ship executables (`rsrv-gen --compile-for`)",
+            else "nothing, if they were new: the next start finds the executables. If each start compiles, the folder does not outlive "
+            "the container: keep the folder on a volume, or ship executables (`rsrv-gen --compile-for`)",
         )
 
 
@@ -488,9 +488,9 @@ def _no_cache(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "warning",
             "executables are kept only until this server ends: each start of the server compiles all models",
             f"runtime.compilation_cache_dir ({folder}) cannot be used: {obstacle}",
-            "mount a folder there that this user can write, and that outlives the container, or set "
+            "mount a folder at this path that this user can write and that outlives the container, or set "
             "runtime.compilation_cache_dir to such a folder, or ship executables (`rsrv-gen --compile-for`). If you do not want "
-            "a cache, set it to null",
+            "a cache, set the key to null",
         )
 
 
@@ -510,8 +510,8 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "warning",
             f"weights of {some([model.name for model in read])} were read from disk {sum(model.grown('loads') for model in read)} "
             f"times; host copies take {amount(device.host.physical_bytes)} of {amount(device.host_limit_bytes)}",
-            "host memory has no room for their copies",
-            "raise runtime.host_memory_bytes, or the container's limit of memory",
+            "host memory has no room for copies of these weights",
+            "raise runtime.host_memory_bytes, or the memory limit of the container",
         )
 
 

@@ -116,7 +116,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             # the import.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
-            steps |= dict.fromkeys(awaited & living, "its process connects again")
+            steps |= dict.fromkeys(awaited & living, "its process reconnects")
         names["model"] |= (runtimes.cold | steps.keys()) - names["meta"]
         aliases = self._lifecycle.aliases
         front = ""
@@ -228,7 +228,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if unknown.code != "NOT_FOUND":
                 raise
             if self._runtimes.presence.waits(model):
-                text = f"{model} is cold: a request or `rsrv prefetch --warm {model}` starts it"
+                text = f"{model} is cold: a request or `rsrv prefetch --warm {model}` starts the model"
             elif failure := self._lifecycle.failures.get(model):
                 text = f"{model} has failed: {failure.text}"
             else:
@@ -305,7 +305,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         model = _model(request.model)
         residency = member_name(pb.Residency, request.residency, "residency")
         if request.wait and residency != "device":
-            raise InvalidArgument("wait is for the residency device only")
+            raise InvalidArgument("wait needs the residency device")
         names, desired = await self._runtimes.named(model), self._runtimes.desired
         await self._load_weights(lambda: desired.set_residency(names, residency), model, request.wait)
         return pb.SetResidencyResponse()
@@ -323,7 +323,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def Start(self, request: pb.StartRequest) -> pb.StartResponse:
         if bool(request.models) == request.all:
-            raise InvalidArgument("give models, or all")
+            raise InvalidArgument("name models, or set all")
         try:
             models = await self._server.prewarming.start(request.models, poll=request.poll)
         except LookupError as error:
@@ -341,7 +341,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if wait:
                 serving = [number for number in followed if _serves(before[number], model)]
                 if not serving:
-                    text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv prefetch --warm {model}`"
+                    text = f"{model} is cold: its weights will be loaded when a request or `rsrv prefetch --warm {model}` starts the model"
                     raise StatusError("FAILED_PRECONDITION", text)
                 waits = (_until_resident(before[number], subscriptions[number], model) for number in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
@@ -386,7 +386,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.without_devices or request.without_models or request.added:
             raise StatusError(
                 "FAILED_PRECONDITION",
-                "this server places no models: it has one device, or placement.mode is not lpt_packing",
+                "this server does not place models, because it has one device or its placement.mode is not lpt_packing",
             )
         return pb.GetPlacementResponse(
             mode=placing.mode,
@@ -421,7 +421,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         for key in changes:
             if key not in CHANGEABLE:
                 raise InvalidArgument(
-                    f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
+                    f"{key} cannot be changed while the server runs; only {', '.join(CHANGEABLE)} can"
                 )
         desired = self._runtimes.desired
         await self._runtimes.change(lambda: desired.configure(changes))
@@ -470,14 +470,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 await self._server.file.read()
             except SettingsError as error:
                 raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
+            if self._server.file.config_error:
+                reason = f"nothing was restarted: {self._server.file.config_error}"
+                raise StatusError("FAILED_PRECONDITION", reason)
             answer = pb.RestartResponse()
             for number in chosen:
                 result = await self._runtimes.restart(number, request.drain_s, force=request.force)
                 if result.missing:
                     raise StatusError(
                         "ABORTED",
-                        f"device {number} was restarted, and {', '.join(result.missing)} did not return; rsrv status and the "
-                        "server's log say why. Devices after it were not restarted",
+                        f"device {number} was restarted, but {', '.join(result.missing)} did not return; rsrv status and the "
+                        "server's log have the reason. Devices with higher numbers were not restarted",
                     )
                 answer.devices.add(number=number, first_s=result.first_s, all_s=result.all_s)
                 self._server.file.restarted(number)
@@ -508,7 +511,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         chosen = self._runtimes.chosen(request.devices)
         if self._changing.locked():
             raise StatusError(
-                "FAILED_PRECONDITION", "another restart, sleep or wake is under way; wait for its end"
+                "FAILED_PRECONDITION",
+                "another restart, sleep or wake is in progress; wait until it has ended",
             )
         return chosen
 
@@ -540,7 +544,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             targets = request.alias.targets
             raw = {target.model: "shadow" if target.shadow else target.weight for target in targets}
             if len(raw) < len(targets):
-                raise InvalidArgument("a model is behind the alias twice: name each one once")
+                raise InvalidArgument("a model is named twice in the alias: name each model once")
             try:
                 shares = read_shares(_model(name), raw) if raw else None
             except SettingsError as error:
@@ -584,7 +588,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except OSError as error:
             raise StatusError(
                 "FAILED_PRECONDITION",
-                f"the profile cannot be written: {error}; XDG_CACHE_HOME chooses another folder",
+                f"the profile cannot be written: {error}; the server's variable XDG_CACHE_HOME can name another folder",
             ) from None
         live = self._runtimes.live
         folders = (
@@ -658,14 +662,14 @@ async def _until_resident(update: StateUpdate, subscription: Subscription, model
         ]
         awaited = {k for key in mine for k in (entries[key]["models"] or [key]) if k in entries}
         if not awaited:
-            raise StatusError("ABORTED", f"the model {model!r} is gone")
+            raise StatusError("ABORTED", f"the model {model!r} was removed in the meantime")
         weights = {key: entries[key]["weights"] for key in awaited if entries[key]["state"] != "leaving"}
         if all(where == "resident" for where in weights.values()):
             return
         if any(where == "absent" and key in loading for key, where in weights.items()):
             raise StatusError(
                 "ABORTED",
-                f"the load of the weights of {model!r} failed, or the weights were evicted; see rsrv history {model}",
+                f"the load of the weights of {model!r} failed, or the weights were evicted; see `rsrv history {model}`",
             )
         loading |= {key for key, where in weights.items() if where == "loading"}
         update = await subscription.next()

@@ -14,7 +14,7 @@ from rsrv.control.placing import Placing
 from rsrv.control.reconciler import Reconciler
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
-from rsrv.settings_changes import FILE_CHECK_S, Effect, FileMonitor, differences
+from rsrv.settings_changes import FILE_CHECK_S, Effect, FileMonitor, differences, refusal_file
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MAX_KEYS: Final = 10
 _REMEDIES: Final[dict[Effect, str]] = {
     "restart": "run `rsrv restart`",
-    "server": "wait for a restart of the server",
+    "server": "restart the server",
 }
 
 
@@ -34,8 +34,10 @@ class SettingsFile:
         self.path = path
         #: Settings of the last valid file.
         self.settings = settings
-        #: Reason why the current file is not used. Empty: it is used.
-        self.refused = ""
+        #: Error of the current file. Empty: the file is used.
+        self.error = ""
+        #: Reason why `rsrv serve` does not use the file of --config, from which it writes this file. Empty: it uses that file.
+        self.config_error = ""
         self._at_start = settings
         #: For each device, the settings in the file when its runtime started.
         self._runtimes = [settings] * devices
@@ -45,7 +47,7 @@ class SettingsFile:
     async def read(self) -> Settings:
         """Read the file. Raises SettingsError. The settings are then unchanged."""
         settings = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
-        self.settings, self.refused = settings, ""
+        self.settings, self.error = settings, ""
         self.waiting = self._compare()
         return settings
 
@@ -53,6 +55,18 @@ class SettingsFile:
         """Record that the runtime of a device has read the file."""
         self._runtimes[device] = self.settings
         self.waiting = self._compare()
+
+    def read_config_error(self) -> None:
+        """Read `config_error`. Called on a thread."""
+        try:
+            self.config_error = refusal_file(self.path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            self.config_error = ""
+
+    @property
+    def refused(self) -> str:
+        """Reason why the operator's latest settings are not used. Empty: they are used."""
+        return self.error or self.config_error
 
     @property
     def notes(self) -> list[str]:
@@ -106,13 +120,14 @@ class Rereading:
         # Use a thread, because a disk may block forever.
         if await asyncio.to_thread(self._monitor.changed):
             await self._read_again()
+        await asyncio.to_thread(self._file.read_config_error)
         aliases = self._runtimes.desired.merged_aliases(self._file.settings.aliases)
         if aliases != self._lifecycle.aliases:
             self._lifecycle.follow_aliases(aliases)
         for number, link in self._runtimes.live.items():
             if (
                 self._instances.setdefault(number, link.state.instance) != link.state.instance
-                and not self._file.refused
+                and not self._file.error
             ):
                 self._file.restarted(number)
             self._instances[number] = link.state.instance
@@ -122,10 +137,10 @@ class Rereading:
         try:
             settings = await file.read()
         except SettingsError as error:
-            file.refused = str(error)
+            file.error = str(error)
             self._say(
                 logging.ERROR,
-                f"rsrv.yaml has changed and is not used: {error}",
+                f"rsrv.yaml has changed, but the new file is not used: {error}",
             )
             return
         self._followed = settings
@@ -136,9 +151,9 @@ class Rereading:
         aliases = desired.overrides.aliases.items()
         desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:
-            self._say(logging.INFO, f"rsrv.yaml was read again; changed at once: {_listed(changed)}")
-        for note in file.notes:
-            self._say(logging.WARNING, f"rsrv.yaml was read again; {note}")
+            self._say(logging.INFO, f"rsrv.yaml was read again; changes in force: {_listed(changed)}")
+        for note in file.waiting:
+            self._say(logging.WARNING, f"rsrv.yaml was read again; not in force yet: {note}")
 
     def _say(self, level: int, text: str) -> None:
         log.log(level, "%s", text)

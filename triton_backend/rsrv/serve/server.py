@@ -11,7 +11,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from rsrv.serve.orderly_end import end_in_order
 from rsrv.serve.plan import REPOSITORY, ServeError, ServerPlan, plan
 from rsrv.serve.supervise import IDLE_S, RestartReason, StopSignals, SupervisorHooks, supervise
 from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
-from rsrv.settings_changes import FILE_CHECK_S, FileMonitor
+from rsrv.settings_changes import FILE_CHECK_S, FileMonitor, refusal_file
 from rsrv.settings_fleet import GatewaySection
 from rsrv.triton_command_line import ask_flags
 from rsrv.wire.paths import RuntimeDirectoryError, base_directory, hold, make_private, write_whole
@@ -183,7 +183,7 @@ def check_free(planned: ServerPlan) -> None:
                 (f", by rsrv's server {server}" for server in running() if address.port in server.ports), ""
             )
             raise ServeError(
-                f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
+                f"{address} cannot be used for {kind}: {taken}{holder}. End the process that uses it, or choose another port "
                 f"(rsrv serve --{kind}-port)"
             )
 
@@ -199,7 +199,7 @@ def live_page(page: Address | None) -> str | None:
     if taken := bind_error(page):
         setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN,"
         log.warning("%s is not served: %s. Set %s to a free port, or to null", url, taken, setting)
-        return f"none: {url} is another program's"
+        return f"none: another program uses {url}"
     return url
 
 
@@ -209,7 +209,9 @@ def alone(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     lock = hold(directory)
     if lock is None:
-        raise ServeError(f"another server uses {directory}: end it, or name another folder with --directory")
+        raise ServeError(
+            f"another server uses {directory}: end that server, or name another folder with --directory"
+        )
     try:
         yield
     finally:
@@ -261,6 +263,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, orders.once_more)
     tasks: dict[str, asyncio.Future[None]] = {}
+    refusal_file(planned.repository / SETTINGS_FILE).unlink(missing_ok=True)
 
     log_lines = ErrorLines(output.put)
 
@@ -308,6 +311,7 @@ async def _serve(
     finally:
         for task in tasks.values():
             task.cancel()
+        refusal_file(planned.repository / SETTINGS_FILE).unlink(missing_ok=True)
     log.info("all processes have ended")
     return status
 
@@ -343,10 +347,16 @@ async def _follow_settings(options: Namespace, repository: Path) -> None:
 
 def take_settings(options: Namespace, repository: Path) -> None:
     """Write the repository's settings again, from the current content of the operator's file."""
+    file = repository / SETTINGS_FILE
     try:
-        write_whole(repository / SETTINGS_FILE, dump_settings(read(options)))
+        write_whole(file, dump_settings(read(options)))
     except (ServeError, SettingsError, OSError) as error:
-        log.error("%s has changed and is not used: %s", options.config, error)
+        log.error("%s has changed, but the new file is not used: %s", options.config, error)
+        with suppress(OSError):
+            write_whole(refusal_file(file), str(error))
+    else:
+        with suppress(OSError):
+            refusal_file(file).unlink(missing_ok=True)
 
 
 async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> None:
@@ -375,4 +385,4 @@ async def _reason_to_restart(http: Address, first: asyncio.Future[None] | None) 
     if hang in done:
         return RestartReason(f"has not answered for {HANG_S:g} s")
     # The server is killed, because stopping it might use up its whole drain time, although it has nothing to drain.
-    return RestartReason("has got models", works=True)
+    return RestartReason("has its first models now", works=True)

@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +22,7 @@ from rsrv.serve import repositories, server
 from rsrv.serve.operator_key import operator_key
 from rsrv.serve.plan import ServeError
 from rsrv.settings import SettingsError, read_settings
+from rsrv.settings_changes import refusal_file
 from rsrv_gen import fronts, plan
 from rsrv_gen.write import front_of
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -67,6 +68,29 @@ def test_a_dry_run_says_what_it_would_run(
     assert output.startswith(f"env {environment} /bin/true --model-repository=")
     assert "--log-verbose=1\naddresses: http 127.0.0.1:8000, grpc 127.0.0.1:9001" in output
     assert not (tmp_path / "here").exists()
+
+
+def test_bundles_and_hugging_face_directories_are_served_together(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundles that --hf exports are served in addition to the named bundles. Without any source, the command is refused."""
+    served: list[Path] = []
+    exported = tmp_path / "here" / "hf" / "two"
+    write_bundle(exported)
+
+    def check(paths: list[Path], *_: object) -> NoReturn:
+        served.extend(paths)
+        raise ServeError("stop here")
+
+    monkeypatch.setattr("rsrv.serve.hub.export_all", lambda *_: [exported])
+    monkeypatch.setattr("rsrv.serve.command.repositories.check", check)
+
+    assert run(tmp_path, "--hf", tmp_path / "two") == 1
+    assert served == [bundles, exported]
+    assert run(tmp_path, "--hf", tmp_path / "one") == 1
+    assert "one would both become the model one; rename one of them" in capfd.readouterr().err
+    assert main(["serve", "--tritonserver", "/bin/true"]) == 2
+    assert "there is nothing to serve" in capfd.readouterr().err
 
 
 def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None:
@@ -203,7 +227,10 @@ def test_two_servers_do_not_share_a_directory(
     """A second server in a directory is refused, because each would write the other's repository."""
     with server.alone(tmp_path / "here"):
         assert run(tmp_path, "--tritonserver", "/bin/true") == 1
-    assert f"another server uses {tmp_path}/here: end it, or name another folder" in capfd.readouterr().err
+    assert (
+        f"another server uses {tmp_path}/here: end that server, or name another folder"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not text"])
@@ -233,7 +260,7 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
         taken.listen()
         page = Address("127.0.0.1", taken.getsockname()[1])
         text = server.live_page(page)
-    assert text == f"none: http://{page}/ is another program's"
+    assert text == f"none: another program uses http://{page}/"
     setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN, to a free port, or to null"
     assert f"http://{page}/ is not served: Address already in use. Set {setting}" in caplog.text
     assert server.live_page(page) == f"http://{page}/"
@@ -247,7 +274,7 @@ def test_a_port_is_checked_before_anything_is_loaded() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         server_plan = replace(planned(), ports={"http": Address("127.0.0.1", port)})
-        with pytest.raises(ServeError, match=rf"{port} cannot be taken for http: .*rsrv serve --http-port"):
+        with pytest.raises(ServeError, match=rf"{port} cannot be used for http: .*rsrv serve --http-port"):
             server.check_free(server_plan)
     server.check_free(server_plan)
 
@@ -264,7 +291,7 @@ def test_a_taken_port_is_all_that_a_second_server_says(
         assert run(tmp_path, "--tritonserver", "/bin/true", "--http-port", str(port)) == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"rsrv serve: 127.0.0.1:{port} cannot be taken for http: ")
+    assert err.startswith(f"rsrv serve: 127.0.0.1:{port} cannot be used for http: ")
     assert err.count("\n") == 1
 
 
@@ -295,7 +322,7 @@ def test_the_cpu_limit_of_a_container_is_read(
 def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After a change of the file of --config, the server gets the new settings, with the devices of the command line.
 
-    If the changed file has an error, the settings stay, and the log reports the error.
+    If the changed file has an error, the settings stay. The log reports the error, and a file has it for the status.
     """
     mine, config = tmp_path / "mine.yaml", tmp_path / "rsrv.yaml"
     options = Namespace(config=mine, devices=["cpu"], bundles=[tmp_path / "bundles"])
@@ -308,7 +335,11 @@ def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.Log
     mine.write_text("models: {one: {weight: heavy}}")
     server.take_settings(options, tmp_path)
     assert read_settings(config) == settings
-    assert "mine.yaml has changed and is not used: " in caplog.text
+    assert "mine.yaml has changed, but the new file is not used: " in caplog.text
+    assert "heavy" in refusal_file(config).read_text()
+    mine.write_text("models: {one: {weight: 4}}")
+    server.take_settings(options, tmp_path)
+    assert not refusal_file(config).exists()
 
 
 def test_the_last_error_of_a_log_is_kept() -> None:

@@ -147,7 +147,7 @@ _GROUPS: Final[Mapping[str, Sequence[str]]] = {
 def parser() -> CommandParser:
     top = CommandParser(
         prog="rsrv",
-        description="Serve bundles, and show and control a server. Without a command: the server that runs here.",
+        description="Serve bundles, and show and control a server. Without a command, show the server that runs on this machine.",
         epilog=EXIT_STATUS,
     )
     top.add_version()
@@ -175,14 +175,18 @@ def parser() -> CommandParser:
     )
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
-    command("memory", "what takes memory of devices and host, and what models share")
+    command("memory", "what uses the memory of the devices and the host, and what models share")
     command("load", "the requests that wait, and the time that they will take")
     history = command("history", "what happened to a model recently, and why; newest last")
     history.add_argument("model", metavar="MODEL")
-    history.add_argument("--follow", action="store_true", help="go on with what happens, until Ctrl-C")
-    why = command("why", "why a request took as long as it did, or still does")
+    history.add_argument("--follow", action="store_true", help="also print new events, until Ctrl-C")
+    why = command("why", "why a request took so long, or is still not answered")
     why.add_argument(
-        "request", nargs="?", default="", metavar="REQUEST", help="a client's id of it, or a number"
+        "request",
+        nargs="?",
+        default="",
+        metavar="REQUEST",
+        help="the request's id from the client, or its number",
     )
     why.add_argument(
         "--slowest", metavar="MODEL", help="list this model's slowest requests, with their numbers"
@@ -191,31 +195,32 @@ def parser() -> CommandParser:
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
     timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     record = command(
-        "record", "write the requests that come, without contents, for rsrv-sim, replay and plan"
+        "record", "record the arriving requests, without their contents, for rsrv-sim, replay and plan"
     )
-    record.add_argument("output", type=Path, metavar="OUT.csv", help="the models go to OUT.yaml")
+    record.add_argument("output", type=Path, metavar="OUT.csv", help="the models are written to OUT.yaml")
     record.add_argument("--seconds", type=_seconds, metavar="S", help="default: until Ctrl-C or SIGTERM")
     command("top", "the live page in the terminal, until Ctrl-C")
     command("watch", "the models' states, and each change until Ctrl-C")
 
     pin = command("pin", "keep a model's weights on the device")
     pin.add_argument("model", metavar="MODEL")
-    pin.add_argument("--wait", action="store_true", help="return when they are on the device")
+    pin.add_argument("--wait", action="store_true", help="return when the weights are on the device")
     unpin = command("unpin", "keep a model's weights in host memory, and on the device on demand")
     unpin.add_argument("model", metavar="MODEL")
-    residency = command("residency", "set where a model's weights always are")
+    residency = command("residency", "set where a model's weights are always kept")
     residency.add_argument("model", metavar="MODEL")
     residency.add_argument("residency", choices=("unpinned", "system", "device"))
     prefetch = command(
-        "prefetch", "load a model's weights ahead of its requests, after those that requests wait for"
+        "prefetch",
+        "load a model's weights before its requests arrive, but after the weights that requests wait for",
     )
     prefetch.add_argument("model", nargs="*", metavar="MODEL", help="with --warm, also a pattern: 'team-a-*'")
     prefetch.add_argument("--warm", action="store_true", help="start cold models; returns when they are warm")
     prefetch.add_argument("--all", action="store_true", help="with --warm: all models")
-    prefetch.add_argument("--wait", action="store_true", help="return when they are on the device")
+    prefetch.add_argument("--wait", action="store_true", help="return when the weights are on the device")
     evict = command("evict", "evict weights that are not pinned")
     _target(evict)
-    _add_device(prefetch, "those where placement has the model")
+    _add_device(prefetch, "the devices where placement puts the model")
     _add_device(evict, "all")
     placement = command("placement", "show on which devices models run, why, and what would move next")
     placement.add_argument(
@@ -227,10 +232,10 @@ def parser() -> CommandParser:
         action="append",
         default=[],
         metavar="N",
-        help="as if this device were gone",
+        help="as if this device did not exist",
     )
     placement.add_argument(
-        "--without-model", action="append", default=[], metavar="NAME", help="as if this model were gone"
+        "--without-model", action="append", default=[], metavar="NAME", help="as if this model did not exist"
     )
     placement.add_argument(
         "--add",
@@ -261,7 +266,7 @@ def parser() -> CommandParser:
         nargs="*",
         default=[],
         metavar="MODEL[=WEIGHT]",
-        help="the models that share its requests; =shadow: gets copies",
+        help="the models that share the alias's requests; =shadow: the model gets copies of them",
     )
     alias.add_argument("--remove", action="store_true", help="remove the alias")
 
@@ -284,8 +289,11 @@ def parser() -> CommandParser:
     )
     sleep = command("sleep", "free the devices' memory for other programs; the next request wakes them")
     for subcommand, force in (
-        (restart, "at the limit, restart all the same: unfinished work begins again"),
-        (sleep, "at the limit, sleep all the same, even if requests wait, which wake the device at once"),
+        (restart, "at the limit, restart although work is unfinished; that work begins again"),
+        (
+            sleep,
+            "at the limit, sleep although work is unfinished; requests that wait wake the device at once",
+        ),
     ):
         _add_device(subcommand, "all, one after another")
         subcommand.add_argument(
@@ -303,14 +311,16 @@ def parser() -> CommandParser:
     _add_serve(commands)
     _add_data(commands)
     _add_openai(commands)
-    help = "send the requests of a trace to a server at their times, and report what came of them"
+    help = "send the requests of a trace to a server at their recorded times, and report the outcomes"
     replay = commands.add_parser("replay", help=help, description=help)
-    replay.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record; or t,model,rows,...")
+    replay.add_argument(
+        "trace", type=Path, metavar="TRACE.csv", help="made by rsrv record, or with columns t,model,rows,..."
+    )
     replay.add_argument(
         "--url", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC; default: %(default)s"
     )
     replay.add_argument(
-        "--speed", type=_factor, default=1.0, metavar="F", help="times as fast; default: %(default)g"
+        "--speed", type=_factor, default=1.0, metavar="F", help="how many times as fast; default: %(default)g"
     )
     replay.add_argument(
         "--inputs",
@@ -323,17 +333,26 @@ def parser() -> CommandParser:
     replay.add_argument(
         "--fit",
         action="store_true",
-        help="write into TRACE.yaml what answers took beside the runtime (front_s), for rsrv plan and further replays",
+        help="write to TRACE.yaml the time that answers took outside the runtime (front_s), for rsrv plan and later replays",
     )
     replay.add_argument(
-        "--out", type=Path, metavar="DIR", help="write latency.png there: latencies, real beside simulated"
+        "--out", type=Path, metavar="DIR", help="write latency.png to DIR: measured and simulated latencies"
     )
     replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     help = "how many more models, how small a budget, how few cards and which batch sizes meet a goal, by simulation"
     plan = commands.add_parser("plan", help=help, description=help)
-    plan.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record, beside its TRACE.yaml")
     plan.add_argument(
-        "--p99", type=_latency, required=True, metavar="TIME", help="of all requests' latency, as 50ms or 2s"
+        "trace",
+        type=Path,
+        metavar="TRACE.csv",
+        help="made by rsrv record, with its TRACE.yaml in the same folder",
+    )
+    plan.add_argument(
+        "--p99",
+        type=_latency,
+        required=True,
+        metavar="TIME",
+        help="goal for the p99 latency of all requests, such as 50ms or 2s",
     )
     plan.add_argument("--json", action="store_true", help="print the answers as JSON, for programs")
     help = "install a tritonserver for this user"
@@ -345,7 +364,7 @@ def parser() -> CommandParser:
         "run pip in the Python of the stubs, where hooks run, such as rsrv triton pip install opencv-python"
     )
     pip = verbs.add_parser("pip", help=help, description=help)
-    pip.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pip")
+    pip.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="an argument for pip")
     for verb in (install, pip):
         verb.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
     help = "check in a minute whether rsrv works with the tritonserver of this machine, on the CPU and without bundles"
@@ -354,11 +373,11 @@ def parser() -> CommandParser:
     help = "the GPU of this machine"
     gpu = commands.add_parser("gpu", help=help, description=help)
     verbs = gpu.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
-    help = (
-        "tune models on the GPU, for `rsrv-gen --compile-for FILE` elsewhere; no server may hold its memory"
-    )
+    help = "tune models on the GPU, for `rsrv-gen --compile-for FILE` on other machines; no server may hold the GPU's memory"
     profile = verbs.add_parser("profile", help=help, description=help)
-    profile.add_argument("repository", metavar="GEN", type=Path, help="the models, by rsrv-gen")
+    profile.add_argument(
+        "repository", metavar="GEN", type=Path, help="the model repository that rsrv-gen made"
+    )
     profile.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as h100.profile")
     help = "check and measure rsrv on the GPU in ten minutes; no server may hold the GPU's memory meanwhile"
     check = verbs.add_parser("check", help=help, description=help)
@@ -371,7 +390,10 @@ def parser() -> CommandParser:
         help="folder with the bundles resnet18, vit_tiny and minilm_encoder of `make bundles`, for part models",
     )
     check.add_argument(
-        "--parts", metavar="LIST", type=_parts, help=f"of {', '.join(PARTS)}, with commas; default: all"
+        "--parts",
+        metavar="LIST",
+        type=_parts,
+        help=f"some of {', '.join(PARTS)}, separated by commas; default: all",
     )
     check.add_argument(
         "--minutes",
@@ -384,7 +406,9 @@ def parser() -> CommandParser:
         "--quick", action="store_true", help="use small amounts, only to see that every part works"
     )
     check.add_argument("--cpu", action="store_true", help="use the CPU, with small amounts")
-    check.add_argument("--json", metavar="FILE", help="also write all figures to FILE, after each of them")
+    check.add_argument(
+        "--json", metavar="FILE", help="also write all figures to FILE, again after each new figure"
+    )
     help = "several servers behind one endpoint"
     gateway = commands.add_parser("gateway", help=help, description=help)
     _add_gateway(gateway)
@@ -420,7 +444,7 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="NAME=VALUE",
         help="a parameter of the request, such as max_tokens=40",
     )
-    infer.add_argument("--out", type=Path, metavar="FILE.npz", help="write the outputs there")
+    infer.add_argument("--out", type=Path, metavar="FILE.npz", help="write the outputs to this file")
     infer.add_argument("--json", action="store_true", help="print the outputs as JSON, for programs")
     help = "send all rows of a file, and write the answers to another file"
     map_ = commands.add_parser("map", help=help, description=help)
@@ -435,12 +459,18 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     map_.add_argument(
         "--output", action="append", default=[], metavar="NAME", help="write only this output; default: all"
     )
-    map_.add_argument("--resume", action="store_true", help="go on with an interrupted run, if there is one")
+    map_.add_argument("--resume", action="store_true", help="continue an interrupted run, if there is one")
     map_.add_argument(
-        "--rows-per-request", type=_positive, metavar="N", help="default: as many as the model takes"
+        "--rows-per-request",
+        type=_positive,
+        metavar="N",
+        help="default: the largest number that the model accepts",
     )
     map_.add_argument(
-        "--in-flight", type=_positive, metavar="N", help="requests at a time; default: as many as help"
+        "--in-flight",
+        type=_positive,
+        metavar="N",
+        help="concurrent requests; default: increased while the throughput grows",
     )
     for subcommand in (infer, map_):
         subcommand.add_argument(
@@ -455,7 +485,9 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
             metavar="S",
             help="for each request; default: %(default)g",
         )
-        subcommand.add_argument("--token-file", type=Path, metavar="FILE", help="the token of a gateway")
+        subcommand.add_argument(
+            "--token-file", type=Path, metavar="FILE", help="file with the token of a gateway"
+        )
         subcommand.add_argument(
             "--tls-ca", type=Path, metavar="FILE", help="use TLS; trust these authorities (PEM)"
         )
@@ -464,7 +496,7 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
-    sources = serve.add_mutually_exclusive_group(required=True)
+    sources = serve.add_mutually_exclusive_group()
     sources.add_argument(
         "bundles",
         metavar="BUNDLES",
@@ -476,9 +508,9 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     sources.add_argument(
         "--demo",
         action="store_true",
-        help="seven small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
+        help="serve seven small models that come with rsrv, copied to DIR/bundles, with a budget too small for all of them",
     )
-    sources.add_argument(
+    serve.add_argument(
         "--hf",
         metavar="MODEL",
         nargs="+",
@@ -491,14 +523,14 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "--devices",
         metavar="LIST",
         type=_devices,
-        help="numbers, UUIDs or cpu, with commas (runtime.devices)",
+        help="numbers, UUIDs or cpu, separated by commas (runtime.devices)",
     )
     serve.add_argument(
         "--host",
         metavar="IP",
         type=_ip_address,
         default=LOOPBACK,
-        help="address of this machine for clients and metrics; 0.0.0.0: all of them; default: %(default)s",
+        help="address of this machine for clients and metrics; 0.0.0.0: all addresses; default: %(default)s",
     )
     for kind, port in DEFAULT_PORTS.items():
         serve.add_argument(
@@ -509,7 +541,7 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="DIR",
         type=Path,
         default=Path(".rsrv"),
-        help="for the generated repository and the log, on the bundles' file system; default: %(default)s",
+        help="folder for the generated repository and the log, on the bundles' file system; default: %(default)s",
     )
     _add_tritonserver(serve)
     serve.add_argument(
@@ -526,14 +558,14 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         help="limit of requests in flight when the server stops; default: %(default)g",
     )
     serve.add_argument(
-        "--log", metavar="FILE", type=Path, help="default: DIR/serve.log; -: the output, for containers"
+        "--log", metavar="FILE", type=Path, help="default: DIR/serve.log; -: standard output, for containers"
     )
     serve.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     serve.epilog = "Words after -- are flags for tritonserver, which take precedence: rsrv serve bundles/ -- --log-verbose=1"
 
 
 def _add_openai(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    help = "answer OpenAI's, Cohere's and vLLM's clients, in front of a server or a gateway, until Ctrl-C"
+    help = "serve clients of OpenAI, Cohere and vLLM, in front of a server or a gateway, until Ctrl-C"
     openai = commands.add_parser("openai", help=help, description=help)
     openai.add_argument(
         "--server",
@@ -584,12 +616,16 @@ def _add_gateway(gateway: argparse.ArgumentParser) -> None:
     )
     place = command("place", "set the placement of one model, in place of earlier settings")
     place.add_argument("model", metavar="MODEL")
-    place.add_argument("--replicas", metavar="N", help="workers that share its requests, `auto` or `all`")
+    place.add_argument(
+        "--replicas", metavar="N", help="how many workers share the model's requests, or `auto` or `all`"
+    )
     place.add_argument("--fill", choices=("least", "rr"), help="which replica is filled next")
     place.add_argument("--fill-factor", type=float, metavar="F", help="the quantum, in largest executions")
-    place.add_argument("--unknown", action="store_true", help="also if no worker serves the model yet")
+    place.add_argument("--unknown", action="store_true", help="set it also if no worker serves the model yet")
     repack = command("repack", "pack all models again")
-    repack.add_argument("--no-wait", action="store_true", help="return before it has ended")
+    repack.add_argument(
+        "--no-wait", action="store_true", help="return at once, not when the models are packed"
+    )
     locate = command("locate", "the workers to send a model's requests to, the best first")
     locate.add_argument("model", metavar="MODEL")
 
@@ -611,11 +647,11 @@ def _add_connection(parser: argparse.ArgumentParser, kind: str, listen: str, *, 
     where = "FOLDER of its settings" if kind == "gateway" else "PORT or FOLDER of its models"
     option("--server", f"the {kind}: {where}; unix:PATH; or HOST:PORT of {listen}", metavar="WHICH")
     option("--timeout", "seconds to wait for an answer", type=_seconds, metavar="S")
-    option("--token-file", "the token that HOST:PORT requires", type=Path, metavar="FILE")
-    option("--tls", "TLS with the system's authorities", action="store_true")
-    option("--tls-ca", "TLS with these authorities", type=Path, metavar="PEM")
-    option("--tls-cert", "this client's certificate, and", type=Path, metavar="PEM")
-    option("--tls-key", "its key", type=Path, metavar="PEM")
+    option("--token-file", "file with the token that HOST:PORT requires", type=Path, metavar="FILE")
+    option("--tls", "use TLS; trust the system's authorities", action="store_true")
+    option("--tls-ca", "use TLS; trust these authorities", type=Path, metavar="PEM")
+    option("--tls-cert", "this client's certificate", type=Path, metavar="PEM")
+    option("--tls-key", "the key of this client's certificate", type=Path, metavar="PEM")
 
 
 def _add_device(to: argparse.ArgumentParser, default: str) -> None:
@@ -630,7 +666,9 @@ def _add_device(to: argparse.ArgumentParser, default: str) -> None:
 
 def _add_tritonserver(to: argparse.ArgumentParser) -> None:
     to.add_argument(
-        "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
+        "--tritonserver",
+        metavar="PROGRAM",
+        help="default: the first found on PATH, in NVIDIA's folder, or from `rsrv triton install`",
     )
 
 
@@ -657,7 +695,7 @@ def _minutes(text: str) -> float:
 def _latency(text: str) -> float:
     if text[-1:].isalpha():
         return _seconds(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a time as 50ms or 2s")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as 50ms or 2s")
 
 
 def _factor(text: str) -> float:

@@ -20,13 +20,14 @@ from rsrv.extras import install_command
 from rsrv.progress import Steps, steps
 from rsrv.serve import demo, hub, repositories, server, view
 from rsrv.serve.operator_key import operator_key
-from rsrv.serve.plan import ServeError, ServerPlan
+from rsrv.serve.plan import NoBundlesError, ServeError, ServerPlan
 from rsrv.settings import SettingsError
 from rsrv.terminal import obeys_codes, styled
 from rsrv.text import os_error
 from rsrv.tokens import TokenError
 from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
+from rsrv_gen.sources import read_sources
 
 log = logging.getLogger(__name__)
 #: The parent of the loggers of this package's modules. Its handlers also get the lines of these loggers.
@@ -50,11 +51,15 @@ def run(options: Namespace) -> int:
                 _copy_demo(options.directory)
         if options.hf:
             folder = options.directory / hub.FOLDER
-            options.bundles = (
+            hub.check_names(options.hf, folder, read_sources(options.bundles).places)
+            exported = (
                 [folder / hub.model_name(directory) for directory in options.hf]
                 if options.dry_run
                 else hub.export_all(options.hf, folder, lambda line: print(line, flush=True))
             )
+            options.bundles = [*options.bundles, *exported]
+        if not options.bundles:
+            raise NoBundlesError("there is nothing to serve: name BUNDLES, --hf MODEL or --demo")
         settings = server.read(options)
         known = Known(server.repository(options), linked=settings.lifecycle.link == "hard")
         sources = repositories.check(options.bundles, settings, known)
@@ -97,7 +102,7 @@ def _copy_demo(directory: Path) -> None:
         demo.copy_to(directory)
     except OSError as error:
         raise ServeError(
-            f"{directory} cannot hold the demo: {os_error(error)}. Name a folder that you can write with --directory"
+            f"the demo cannot be written to {directory}: {os_error(error)}. Name a folder that you can write with --directory"
         ) from None
 
 
@@ -115,7 +120,7 @@ def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
             file = stack.enter_context(path.open("ab", buffering=0))
         except OSError as error:
             raise ServeError(
-                f"{path} cannot be the log: {error}. Name another with --log, or another folder with --directory"
+                f"the log {path} cannot be opened: {error}. Name another file with --log, or another folder with --directory"
             ) from None
 
         failed: set[int | None] = set()

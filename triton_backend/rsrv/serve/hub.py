@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -35,12 +35,22 @@ def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], N
         bundle = folder / model_name(directory)
         if bundle in bundles:
             raise ServeError(
-                f"--hf: {directory} and {bundles[bundle]} would both be the model {bundle.name}; rename one of them"
+                f"--hf: {directory} and {bundles[bundle]} would both become the model {bundle.name}; rename one of them"
             )
         bundles[bundle] = directory
     for bundle, directory in bundles.items():
         _export(directory, bundle, say)
     return list(bundles)
+
+
+def check_names(directories: Sequence[Path], folder: Path, bundles: Mapping[str, Path]) -> None:
+    """Raise ServeError if a directory's model has the name of another bundle. `bundles`: the named bundles by model."""
+    for directory in directories:
+        name = model_name(directory)
+        if name in bundles and bundles[name].resolve() != (folder / name).resolve():
+            raise ServeError(
+                f"--hf: {directory} and the bundle {bundles[name]} would both become the model {name}; rename one of them"
+            )
 
 
 def model_name(directory: Path) -> str:
@@ -57,7 +67,7 @@ def _export(directory: Path, bundle: Path, say: Callable[[str], None]) -> None:
     stamp = bundle.parent / _STAMPS / bundle.name
     state = fingerprint(directory)
     if (bundle / "manifest.yaml").is_file() and stamp.is_file() and stamp.read_text() == state:
-        say(f"{directory}: exported before")
+        say(f"{directory}: already exported")
         return
     say(f"{directory}: exporting ...")
     stamp.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ class ServeError(Exception):
 
 
 class NoBundlesError(ServeError):
-    """The command line names paths that will never hold bundles."""
+    """The command line names no source of bundles, or paths that will never hold bundles."""
 
     status = 2
 

@@ -98,12 +98,35 @@ async def test_without_a_runtime_there_is_what_is_known(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_failure_and_its_end_are_findings_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The findings about failed models change when a model fails or recovers, and do not wait for the next snapshot."""
+    monkeypatch.setattr(module, "_SNAPSHOT_S", 3600.0)
+    monkeypatch.setattr(module, "_FAILURES_S", 0.001)
+    async with diagnosed(tmp_path) as server:
+        running = asyncio.create_task(server.diagnosis.run())
+        try:
+            await server.runtime.came(lambda: len(server.diagnosis._snapshots) == 1)
+            server.failures["b"] = BundleFailure("no manifest", since=0.0)
+            await server.runtime.came(lambda: server.names == ["model_failed"])
+            del server.failures["b"]
+            await server.runtime.came(lambda: server.names == [])
+            assert len(server.diagnosis._snapshots) == 1
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+@looped
 async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are a finding until the oldest kept snapshot is newer than the failures.
 
     All snapshots share one record of an idle model.
     """
     monkeypatch.setattr(module, "_SNAPSHOT_S", 0.001)
+    monkeypatch.setattr(module, "_FAILURES_S", 0.001)
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())
         try:

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two snapshots of the figures.
 _SNAPSHOT_S = 15.0
+#: Seconds between two checks whether a model has failed or recovered. Findings about models then do not wait for a snapshot.
+_FAILURES_S = 1.0
 #: Number of snapshots that are kept. They cover the last minute. Findings are about this time.
 _SNAPSHOTS = 5
 
@@ -115,14 +117,21 @@ class Diagnosis:
 
     async def run(self) -> None:
         """Run until cancelled."""
+        due, failures = self._loop.time(), self._lifecycle.reasons
         while True:
-            try:
-                now, _ = await self.update()
-                self._snapshots.append(now)
-            except Exception:
-                # A fault of the diagnosis must not end the control process.
-                log.exception("reading the server's figures failed")
-            await asyncio.sleep(_SNAPSHOT_S)
+            is_due = self._loop.time() >= due
+            if is_due or failures != self._lifecycle.reasons:
+                failures = self._lifecycle.reasons
+                try:
+                    now, _ = await self.update()
+                    if is_due:
+                        self._snapshots.append(now)
+                except Exception:
+                    # A fault of the diagnosis must not end the control process.
+                    log.exception("reading the server's figures failed")
+            if is_due:
+                due = self._loop.time() + _SNAPSHOT_S
+            await asyncio.sleep(_FAILURES_S)
 
     async def update(self) -> tuple[ServerFigures, float]:
         """Update the findings. Return the figures, and the seconds that the findings cover."""

@@ -464,7 +464,7 @@ def test_a_start_that_advances_for_ever_is_not_waited_for() -> None:
     driver = cold()
     request = driver.arrive()
     for _ in range(13):
-        announce(driver, "its weights load", after=46.0)
+        announce(driver, "its weights are being loaded", after=46.0)
     assert waits(request)
 
     driver.tick(after=2.5)
@@ -768,6 +768,15 @@ def test_a_run_counts_as_demand_as_long_as_it_asks() -> None:
 
     driver.tick(0.2)
     assert driver.demand == {}
+
+
+def test_a_run_that_has_found_a_runtime_starts_no_further_one() -> None:
+    """A run that waited does not count as demand any more when a runtime serves. A device that then sleeps is not woken."""
+    driver = down()
+    driver.send(RunAsks(Request()))
+    driver.register()
+    driver.send(RuntimeLost(0, sleeps=True), after=0.5)
+    assert driver.attempts == {}
 
 
 def test_an_event_that_a_state_does_not_allow_shows_the_history() -> None:

@@ -143,8 +143,13 @@ class Front:
 
     @property
     def next_at(self) -> float:
-        """Time when the next pause of a device ends. The owner must report `TimePassed` then, and earlier if requests wait."""
-        return min((device.due for device in self._devices.values()), default=inf)
+        """Time of the next change by itself: the end of a device's pause, or of the wait of a run that asks no more.
+
+        The owner must report `TimePassed` then, and earlier if requests wait.
+        """
+        pauses = [device.due for device in self._devices.values()]
+        waits = [asked_at + _RUN_WAITS_S for asked_at in self._runs.values()]
+        return min(pauses + waits, default=inf)
 
     def demand(self) -> dict[str, int]:
         """Return a summary of the waiting requests and runs, as the frame REGISTER has it. It is empty if none waits."""
@@ -170,6 +175,8 @@ class Front:
         self._apply(event, now)
         if self.is_closed:
             return self._out
+        if self._serves:
+            self._runs.clear()  # A run that still waits asks again.
         self._start(event, now)
         if not isinstance(event, RequestEvent):
             self._expire(now)
@@ -394,7 +401,7 @@ class Front:
         for device in self._devices.values():
             device.move(ServingEvent.CLOSE)
         self._out += [Refuse(request, *_UNLOADED) for request in self._waiting]
-        self._waiting, self._nbytes, self._suspect = [], 0, None
+        self._waiting, self._nbytes, self._suspect, self._runs = [], 0, None, {}
 
     # --- 2. start ---------------------------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from math import inf
@@ -24,7 +26,7 @@ from rsrv.runtime.device import Abandoned
 from rsrv.runtime.host_copies import HostCopies, HostCopy, WarmModel, choose_cold, choose_copies
 from rsrv.runtime.host_memory import HostMemory, MemoryLimit, memory_limit
 from rsrv.runtime.host_weights import HostStore
-from rsrv.runtime.weight_mover import HostMemoryMeasured
+from rsrv.runtime.weight_mover import HostMemoryMeasured, ModelClosed, WeightMover
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv_bundle import BundleError
@@ -150,6 +152,21 @@ def test_what_the_last_runtime_left_leaves_before_copies(left_bytes: int, droppe
     assert [host for (dropped_hosts,), _ in mover.drop_copies.call_args_list for host in dropped_hosts] == [
         hosts[key] for key in dropped
     ]
+
+
+def test_a_measurement_before_a_model_is_closed_is_outdated() -> None:
+    """A measurement is outdated while the memory of an unloaded model is not free, and if it is older than that memory."""
+    messages: queue.SimpleQueue[ModelClosed] = queue.SimpleQueue()
+    mover = WeightMover(Mock(), Mock(), Mock(post=messages.put), Mock())
+    assert not mover.is_outdated(0.0)
+
+    before = time.monotonic()
+    mover.close(Mock())
+    assert mover.is_outdated(inf)
+    mover.closed(messages.get(timeout=60))
+
+    assert mover.is_outdated(before)
+    assert not mover.is_outdated(time.monotonic())
 
 
 some_copies = st.lists(
@@ -289,7 +306,10 @@ def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
 def test_memory_that_others_take_counts_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of other processes is subtracted before a copy is made. Otherwise the kernel might kill this process."""
+    """The memory of other processes is subtracted from the free memory before a copy is made.
+
+    Otherwise the kernel might kill this process.
+    """
     monkeypatch.setattr(host_weights, "spare_memory", lambda: 100 + large(1).nbytes)
     store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 16 * 101))
 

@@ -19,14 +19,15 @@ _MIN_CHECK_S, _MAX_CHECK_S = 1.0, 60.0
 _FALLS = 16
 #: Seconds between two groups of idle models that fall back.
 _NEXT_FALLS_S = 0.25
-#: If memory is short, the next group of models falls back when the memory of the previous group is free. If freeing takes longer
-#: than this many seconds, for example because a disk is slow, the next group falls back anyway.
-_FREED_S = 2.0
+#: If memory is short, the next group of models falls back when the memory of the last group is free. It does not wait longer than
+#: this many seconds after the last group was chosen. The stubs take up to 2 s to leave, and a slow disk may delay the rest.
+_FREED_S = 4.0
 #: After a stub ignores a dismissal, wait this many seconds before asking it again. Such a stub has requests,
 #: or imports model.py.
 _STAYS_S = 30.0
 
-#: Registrations, and models that are kept without a registration, by key. Each value is a name and the keys of the models.
+#: Maps the key of each registration, and of each model that is kept without one, to its name and the keys of the models that it
+#: uses.
 RegisteredModels = Mapping[str, tuple[str, tuple[str, ...]]]
 
 

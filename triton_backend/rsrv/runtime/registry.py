@@ -472,7 +472,7 @@ class Registry:
 
     def modules_read(self, message: ModulesRead) -> None:
         self._advance(message.key, LifecycleEvent.MODULES_READ)
-        self._step(self.catalog.entries[message.key], "its modules are read, and none is compiled yet")
+        self._step(self.catalog.entries[message.key], "its modules have been read, and none is compiled yet")
 
     def module_compiled(self, message: ModuleCompiled) -> None:
         text = f"{message.done} of its {message.of} modules are compiled"
@@ -516,7 +516,7 @@ class Registry:
         if served:
             self._serve(entry)
         else:
-            self._step(entry, "it is compiled, and its weights load")
+            self._step(entry, "it is compiled, and its weights are being loaded")
 
     def warm_up(self, instruction: ev.WarmUp) -> None:
         device = self.weights.device
@@ -549,7 +549,7 @@ class Registry:
         """Handle weights that cannot be loaded. Fail a model that is starting. For a model that serves, only log the error."""
         entry = self.catalog.entries[instruction.model]
         if entry.ready:
-            text = "%s: its weights should be on the device, and cannot be loaded: %s"
+            text = "%s: its weights should be on the device, but cannot be loaded: %s"
             log.error(text, entry.key, instruction.error, extra=fields(model=entry.name, version=entry.key))
         elif not entry.ending:
             self._fail(entry, f"its weights cannot be loaded: {instruction.error}")
@@ -561,6 +561,7 @@ class Registry:
             model = self.catalog.get(key)
             self._advance(key, LifecycleEvent.RELEASED)
             self.weights.close(model)
+            del model  # The executables must be free when the memory is measured.
             self.weights.update_budget()
             for message in self._deferred.pop(key, ()):
                 self.bundles_read(message)

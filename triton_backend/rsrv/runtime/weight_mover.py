@@ -354,9 +354,10 @@ class WeightMover:
         # Reading the kernel's files takes milliseconds, so this does not run on the loop.
         now = time.monotonic()
         if self._uncounted and now >= self.counted_at + _COUNT_S:
-            self.counted_at, self._uncounted = now, False
+            self._uncounted = False
             left, most = spare_mappings()
             lacked, self.lacks_mappings = self.lacks_mappings, left < most * _SCARCE_MAPPINGS
+            self.counted_at = now
             if self.lacks_mappings and not lacked:
                 log.warning(
                     "the kernel allows this process %d more memory mappings (vm.max_map_count: %d): idle models fall back "

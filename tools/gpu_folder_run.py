@@ -28,6 +28,7 @@ def main() -> None:
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(INSTALLED / "cache"),
+        "RSRV_TORCH_PYTHON": sys.executable,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(HERE / "triton-wheels"),
     }
@@ -35,7 +36,7 @@ def main() -> None:
     if subprocess.run(
         [BIN / "rsrv", "triton", "install"], env={**environment, **library}, check=False
     ).returncode:
-        print("run.py: tritonserver is not installed; the check goes on without it", file=sys.stderr)
+        print("run.py: tritonserver is not installed; the check continues without it", file=sys.stderr)
     arguments = [f"--models={HERE / 'bundles'}", f"--json={HERE / 'figures.json'}", *sys.argv[1:]]
     os.execve(BIN / "rsrv", ["rsrv", "gpu", "check", *arguments], environment)
 

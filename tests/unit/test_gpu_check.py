@@ -169,28 +169,24 @@ def test_a_finding_that_counts_further_replaces_the_one_before(
     assert json.loads(file.read_text())["parts"]["correctness"]["seconds"] == 1.5
 
 
-def test_pytorch_of_the_python_outside_the_virtual_environment_is_compared(
+def test_the_check_is_compared_with_the_pytorch_of_another_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check compares with PyTorch if its own Python has one with CUDA.
-
-    If not, the Python is tried from which the check's virtual environment was made.
-    """
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 2.9\nwhile read line; do echo 50.0 0.02; done\n")
-    python.chmod(0o755)
-    (tmp_path / "venv").mkdir()
-    without = tmp_path / "venv" / "python3"
+    """If the check's own Python has no PyTorch with CUDA, the Python that RSRV_TORCH_PYTHON names is tried."""
+    without, python = tmp_path / "without", tmp_path / "python"
     without.write_text("#!/bin/sh\nexit 1\n")
-    without.chmod(0o755)
+    python.write_text("#!/bin/sh\necho 2.9\nwhile read line; do echo 50.0 0.02; done\n")
+    for script in (without, python):
+        script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(without))
-    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    environment = {**os.environ, "RSRV_TORCH_PYTHON": str(python)}
 
-    with models._torch(Mock(environment=dict(os.environ), device=Mock(platform="cuda"))) as (version, torch):
+    with models._torch(Mock(environment=environment, device=Mock(platform="cuda"))) as (version, torch):
         assert version == "torch 2.9"
         assert torch is not None
         assert torch("resnet18", "eager", 1, 1.0) == (50.0, 0.02)
+    with models._torch(Mock(environment=dict(os.environ), device=Mock(platform="cuda"))) as (version, torch):
+        assert (version, torch) == ("no torch with CUDA is installed", None)
 
 
 def start_a_server_and_hang(tell: Callable[[int], None]) -> None:

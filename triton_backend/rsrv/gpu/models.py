@@ -104,10 +104,10 @@ def _finding(name: str, rows: int, rates: dict[str, _Rate], torch: str) -> Findi
 def _torch(part_input: PartInput) -> Iterator[tuple[str, _Torch | None]]:
     """Run PyTorch until the block ends. Yield its version and, if it has the device, a function that measures.
 
-    If this Python has no such PyTorch, try the Python from which the virtual environment was made.
+    If this Python has no such PyTorch, try the Python that RSRV_TORCH_PYTHON names.
     """
-    base = Path(sys.base_prefix, "bin", Path(sys.executable).resolve().name)
-    for python in dict.fromkeys((sys.executable, str(base))):
+    other = part_input.environment.get("RSRV_TORCH_PYTHON")
+    for python in (sys.executable, other) if other else (sys.executable,):
         process = subprocess.Popen(
             # With -P, torch.compile imports the package triton, and not rsrv's triton.py in the folder of the script.
             [python, "-P", str(_TORCH), part_input.device.platform],

@@ -286,7 +286,7 @@ def main() -> int:
     target = GOLDEN / f"jax_{metadata.version('jax').replace('.', '_')}"
     if target.exists():
         print(
-            f"{target.name} is there already, and stays as it is: tests/golden/README.md says why",
+            f"{target.name} already exists and is not changed: tests/golden/README.md says why",
             file=sys.stderr,
         )
         return 1

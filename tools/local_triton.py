@@ -256,7 +256,7 @@ class TritonServer:
                 if progress is not None:
                     progress(name)
             if (status := self.process.poll()) is not None:
-                raise ServerFailed(f"tritonserver left with status {status}{self._log_tail()}")
+                raise ServerFailed(f"tritonserver exited with status {status}{self._log_tail()}")
             if self.is_ready():
                 break
             remaining = deadline - time.monotonic()

@@ -190,7 +190,7 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
         before, mark, following = page.partition(f"<!-- {name} -->\n")
         _, end, after = following.partition(f"\n<!-- end {name} -->")
         if not end or mark in after:
-            raise ValueError(f"the page takes the table {name!r} between one pair of marks, not none or two")
+            raise ValueError(f"the page must have exactly one pair of marks for the table {name!r}")
         page = f"{before}{mark}\n{table}\n{end}{after}"
     return page
 

@@ -125,10 +125,11 @@ def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str
 
 
 def make(out_dir: Path, *, text: bool = True) -> None:
-    """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if a definition is not known.
+    """Train, and write the bundle `out_dir`, replacing an existing one.
 
-    Without `text`, clients send and get tokens, and put the template around a term themselves. The bundle then has only one
-    module, because compiling a module takes 2 s, mostly for the sampling.
+    Raises RuntimeError if the trained model gives a wrong definition. Without `text`, clients send and get tokens, and put the
+    template around a term themselves. The bundle then has only one module, because compiling a module takes 2 s, mostly for the
+    sampling.
     """
     known = definitions()
     for term, answer in zip(known, answers(trained(), list(known)), strict=True):

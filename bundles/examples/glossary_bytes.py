@@ -11,5 +11,8 @@ from examples import glossary
 
 
 def make(out_dir: Path) -> None:
-    """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if a definition is not known."""
+    """Train, and write the bundle `out_dir`, replacing an existing one.
+
+    Raises RuntimeError if the trained model gives a wrong definition.
+    """
     glossary.make(out_dir, text=False)

@@ -60,7 +60,7 @@ class Results:
         if given is not None and self.positional:
             if len(given) != len(self.values) or len(set(given)) != len(given):
                 raise BundleError(
-                    f"outputs: the model returns {len(self.values)} arrays, output_names are {list(given)}"
+                    f"outputs: the model returns {len(self.values)} arrays, but output_names are {list(given)}"
                 )
             names = given
         twice = sorted({name for name in names if list(names).count(name) > 1})
@@ -68,11 +68,13 @@ class Results:
             raise BundleError(f"outputs: {', '.join(twice)}: two have this name; rename one")
         if given is not None and set(given) != set(names):
             raise BundleError(
-                f"outputs: the model returns {sorted(names)}, output_names says {sorted(given)}"
+                f"outputs: the model returns {sorted(names)}, but output_names are {sorted(given)}"
             )
         values = dict(zip(names, self.values, strict=True))
         if unknown := [name for name in keep or () if name not in values]:
-            raise BundleError(f"outputs: {unknown[0]}: the model returns {', '.join(values)}")
+            raise BundleError(
+                f"outputs: {unknown[0]}: the model has no such output; it returns {', '.join(values)}"
+            )
         return {name: values[name] for name in keep or given or names}
 
 
@@ -130,8 +132,12 @@ def caller(
     takes = ", ".join(parameter.name for parameter in named)
     unknown = [name for name in names if name not in by_name]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise BundleError(f"{unknown[0]}: the model takes ({takes}); name the inputs as it does")
+        raise BundleError(
+            f"{unknown[0]}: the model has no such input; it takes ({takes}), so use these names"
+        )
     missing = [p.name for p in named if p.name not in names and p.default is inspect.Parameter.empty]
     if missing:
-        raise BundleError(f"{missing[0]}: the model takes ({takes}), and this one has no default; give it")
+        raise BundleError(
+            f"{missing[0]}: the model takes ({takes}), and this input has no default; give this input"
+        )
     return lambda inputs: call(**inputs)

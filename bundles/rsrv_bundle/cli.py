@@ -99,7 +99,7 @@ def _add_export(commands: Any) -> None:
         metavar="LETTER=SIZE,...",
         action="append",
         default=[],
-        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224; of an ONNX file, by their names there",
+        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224; for an ONNX file, the axes have the file's names",
     )
     export.add_argument(
         "--pad",
@@ -114,7 +114,7 @@ def _add_export(commands: Any) -> None:
         type=_pair,
         action="append",
         default=[],
-        help="of an ONNX file: the axis of an input that is the batch, if it is not the first, e.g. state=1",
+        help="for an ONNX file: the axis of an input that is the batch, if it is not the first, e.g. state=1",
     )
     export.add_argument(
         "--bind",
@@ -122,15 +122,17 @@ def _add_export(commands: Any) -> None:
         type=_pair,
         action="append",
         default=[],
-        help="of an ONNX file: fix an input at this value, e.g. sr=16000",
+        help="for an ONNX file: fix an input at this value, e.g. sr=16000",
     )
-    export.add_argument("--output-names", metavar="NAME,NAME", help="if the model returns a tuple, its parts")
+    export.add_argument(
+        "--output-names", metavar="NAME,NAME", help="names of the outputs, if the model returns a tuple"
+    )
     export.add_argument(
         "--outputs",
         metavar="NAME,NAME",
-        help="keep only these outputs; of an ONNX file, any values of its graph, which is cut behind them",
+        help="keep only these outputs; for an ONNX file, any values of its graph, which is cut after them",
     )
-    export.add_argument("--hooks", metavar="FILE", type=Path, help="to store as model.py")
+    export.add_argument("--hooks", metavar="FILE", type=Path, help="file to store as model.py")
     export.add_argument(
         "--files",
         metavar="PATH",
@@ -139,16 +141,18 @@ def _add_export(commands: Any) -> None:
         default=(),
         help="files and folders that the hooks import or read; they are copied into the bundle",
     )
-    export.add_argument("--description", metavar="TEXT", default="", help="for the manifest")
+    export.add_argument("--description", metavar="TEXT", default="", help="text for the manifest")
     export.add_argument(
-        "--platform", default="cpu", help="what to lower for: cpu (default), cuda, rocm or tpu"
+        "--platform",
+        default="cpu",
+        help="platform that executes the modules: cpu (default), cuda, rocm or tpu",
     )
     _add_weights(export)
     _add_tolerance(export, _bound)
     export.add_argument(
         "--working-tree-patch",
         action="store_true",
-        help="store the uncommitted changes; they may hold secrets",
+        help="also store the uncommitted changes of the source code; they may contain secrets",
     )
     export.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
@@ -166,7 +170,7 @@ def _add_hf(export: Any) -> None:
         "--lengths",
         metavar="N,N",
         type=_whole_numbers,
-        help="tokens in a row to compile for; by default 32,128,512, as far as the model reads",
+        help="lengths to compile for, in tokens; by default 32,128,512, up to the length that the model can read",
     )
     group.add_argument(
         "--pooling",
@@ -174,13 +178,15 @@ def _add_hf(export: Any) -> None:
         help="how to make one vector of the token vectors, if there is no modules.json; by default mean for text",
     )
     group.add_argument(
-        "--too-long", choices=("cut", "refuse"), help="what happens to a text with more tokens"
+        "--too-long",
+        choices=("cut", "refuse"),
+        help="what happens to a text with more tokens than the largest length",
     )
     group.add_argument(
         "--context",
         metavar="N",
         type=int,
-        help="most tokens of a generation, prompt and answer; by default 1024",
+        help="maximum number of tokens of a generation, prompt and answer together; by default 1024",
     )
     group.add_argument(
         "--slots", metavar="N", type=int, help="generations on the device at once; by default 8"
@@ -222,14 +228,16 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser("check", help="check every rule of the format, one line per broken one")
+    check = commands.add_parser(
+        "check", help="check every rule of the format, and print a line for each broken rule"
+    )
     check.add_argument("directories", metavar="DIR", nargs="+", help="a bundle's directory")
     _add_json(check)
     check.add_argument(
-        "--no-signatures", action="store_true", help="do not look inside the modules, which needs jaxlib"
+        "--no-signatures", action="store_true", help="do not look inside the modules (this look needs jaxlib)"
     )
     check.add_argument(
-        "--numerics", action="store_true", help="run the modules and compare their answers, which needs jax"
+        "--numerics", action="store_true", help="run the modules and compare their answers; needs jax"
     )
     check.add_argument(
         "--run", action="store_true", help="import model.py with the Python that the server uses for hooks"
@@ -239,13 +247,13 @@ def _add_check(commands: Any) -> None:
     source.add_argument(
         "--against",
         metavar="PACKAGE.MODULE:FUNCTION",
-        help="compare with this function, too: it takes the executable inputs by name, as numpy arrays",
+        help="also compare with this function, which takes the executable inputs by name, as numpy arrays",
     )
     for kind, takes in KINDS.items():
         source.add_argument(
             f"--{kind}",
             metavar="FILE" if kind == "onnx" else "TARGET",
-            help=f"compare with {takes}, as export takes it",
+            help=f"compare with {takes}, given as for export",
         )
     _add_samples(numerics)
     _add_tolerance(numerics)
@@ -433,7 +441,7 @@ def _check(arguments: argparse.Namespace) -> int:
         comparison = _wanted(arguments)
     elif arguments.samples or arguments.tolerance or arguments.store or _target(arguments) != ("", ""):
         raise UsageError(
-            "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
+            "--samples, --tolerance, --store and the options that name a model need --numerics; add --numerics"
         )
     _directories(*arguments.directories)
     return checking.check(

@@ -158,7 +158,7 @@ def export_bundle(
     narrow = weights is not None or compute is not None
     if narrow and platform != jax.export.default_export_platform():
         raise BundleError(
-            f"weights, compute: modules for {platform} cannot be compared here; export them, then narrow them there"
+            f"weights, compute: modules for {platform} cannot be compared on this machine; export the bundle without these options, and narrow it on a machine with {platform}"
         )
     names, leaves, tree = _weights(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
@@ -325,8 +325,8 @@ class _Flat:
                 raise
             except Exception as e:
                 raise BundleError(
-                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); if it takes only some"
-                    " integers, give an example input with such values (--samples for an ONNX file)"
+                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); if the model accepts only"
+                    " some integers, give an example input with such values (--samples for an ONNX file)"
                 ) from e
             # Do this outside of the `try` block, because a failure here is not the model's fault.
             converted = Results.of(result).convert(original.to_numpy)

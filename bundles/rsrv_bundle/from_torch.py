@@ -175,8 +175,8 @@ def _traced(
                 if error is None:
                     raise
                 raise BundleError(
-                    f"module: takes {_shapes(examples)}, and fails with {_shapes(sized)}, as the batch sizes and input shapes"
-                    f" ask ({summary(error)}); give examples with the batch axis in front, or, if the module takes no"
+                    f"module: works with {_shapes(examples)}, but fails with {_shapes(sized)}, which the batch sizes and input"
+                    f" shapes require ({summary(error)}); give examples with the batch axis in front, or, if the module takes no"
                     " batches, leave out the batch sizes"
                 ) from e
             traced.step(inputs.describe(*key))
@@ -197,7 +197,7 @@ def _check_eager(module: nn.Module, examples: Mapping[str, Any], state: Mapping[
     batch = {name: array[np.newaxis] for name, array in arrays.items()}
     if not state and _failure(module, batch) is None:
         raise BundleError(
-            f"module: fails with {_shapes(arrays)} ({summary(error)}), and takes {_shapes(batch)}; give examples with the"
+            f"module: fails with {_shapes(arrays)} ({summary(error)}), but works with {_shapes(batch)}; give examples with the"
             " batch axis in front"
         )
     raise BundleError(

@@ -115,8 +115,8 @@ class Inspector:
             self.close()
             if used < _FAIR * allowed:
                 raise InspectorError(
-                    f"{file}: parsing it got {used:.1f} s of the processor in {allowed * _PATIENCE:.0f} s: "
-                    "the machine is too busy; the module may be good"
+                    f"{file}: parsing this file got only {used:.1f} s of processor time in {allowed * _PATIENCE:.0f} s: "
+                    "the machine is too busy; the module may be valid"
                 ) from None
             raise BundleError(f"{file}: {_BLAME.format('takes forever')}") from None
         except (OSError, ValueError):
@@ -125,8 +125,8 @@ class Inspector:
             self.close()
             if lost:
                 raise _Lost(
-                    f"{file}: the process that parses it {how}: perhaps the machine has too little memory; "
-                    "the module may be good"
+                    f"{file}: the process that parses this file {how}: perhaps the machine has too little memory; "
+                    "the module may be valid"
                 ) from None
             raise BundleError(f"{file}: {_BLAME.format(how)}") from None
         if "problems" in answer:
@@ -185,7 +185,7 @@ def _spawn() -> _Child:
     return _Child(process, ours, ours.makefile("rb"))
 
 
-_BLAME = "parsing it {}: it is damaged, or was made to do harm"
+_BLAME = "parsing this file {}: the file is damaged, or was made to do harm"
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

@@ -86,10 +86,12 @@ def plan_inputs(
             # Letters that are chosen here never stand for variable axes, even if `input_shapes` has the same letter.
             specs.append(_spec(name, dtype, shape, _auto_letters(name, len(shape), axis), set()))
         elif len(letters) != len(shape):
-            raise BundleError(f"axes: {name}: '{letters}' names {len(letters)} axes, the example has {shape}")
+            raise BundleError(
+                f"axes: {name}: '{letters}' names {len(letters)} axes, but the example has {shape}"
+            )
         elif len(set(letters.replace("b", "n"))) < len(letters):
             raise BundleError(
-                f"axes: {name}: '{letters}' names two axes alike; each has a letter of its own, and one is the batch's"
+                f"axes: {name}: '{letters}' uses a letter twice; each axis needs its own letter, and one letter is for the batch"
             )
         else:
             specs.append(_spec(name, dtype, shape, letters, variable))
@@ -168,11 +170,11 @@ def _output_spec(
         else:
             raise BundleError(
                 f"outputs: {name}: axis {axis} changes with the batch size but is not equal to it; "
-                "only whole rows can be cut apart"
+                "rsrv can split the output only into whole rows"
             )
     if inputs.batched and len(batch) != 1:
         raise BundleError(
-            f"outputs: {name}: has {len(batch)} axes that grow with the batch, needs one; "
+            f"outputs: {name}: has {len(batch)} axes that grow with the batch, but must have one; "
             "the rows of a batch are different requests; keep other outputs with outputs= or --outputs"
         )
     batch_axis = batch[0] if batch else None
@@ -185,8 +187,8 @@ def _output_spec(
         ]
         if longer or len(cut) > 1:
             raise BundleError(
-                f"outputs: {name}: padding cannot be cut from its shape, such as {shape}: one axis at most may grow with"
-                f" '{padded}', and has the same length; keep other outputs with outputs= or --outputs, or leave pad out"
+                f"outputs: {name}: padding cannot be cut from its shape, such as {shape}: at most one axis may grow with"
+                f" '{padded}', and must have the same length; keep other outputs with outputs= or --outputs, or leave pad out"
             )
     if letters is None:
         letters = _auto_letters(name, len(dims), batch_axis)
@@ -200,7 +202,7 @@ def _output_spec(
         )
     elif any(letters[axis] != padded for axis in cut):
         raise BundleError(
-            f"axes: {name}: '{letters}' must call the axis that grows with '{padded}' by that letter"
+            f"axes: {name}: '{letters}' must have the letter {padded} for the axis that grows with it"
         )
     return TensorSpec(name, dtype, tuple(dims), batch_axis, letters)
 

@@ -271,7 +271,7 @@ class _Parser:
         external = self.model_names("meta.external", meta.get("external"))
         for name in external:
             if name in calls:
-                rule = f"'{name}' is in meta.calls as well; a model of rsrv belongs there, any other one here"
+                rule = f"'{name}' is also in meta.calls; list models of rsrv in meta.calls, and all other models in meta.external"
                 self.bad("meta.external", rule)
         return calls, external
 
@@ -400,8 +400,8 @@ class _Parser:
             if spec.dtype == dtypes.BYTES and spec.variable_axes:
                 self.bad(
                     f"client_inputs.{spec.name}",
-                    "an axis of strings needs a size: Triton reads them one by one, and a request of millions would hold"
-                    " others up",
+                    "an axis of strings needs a size: Triton reads strings one by one, so a request with millions of"
+                    " strings would delay other requests",
                 )
         for section, specs in (("inputs", manifest.wire_inputs), ("outputs", manifest.wire_outputs)):
             has_section = self.document.get(f"client_{section}") is not None

@@ -141,7 +141,7 @@ def narrow_into(
     old = read_bundle(before.bundle.path, digest=False)
     weight_types = WeightTypes.parse(weights)
     if unmatched := weight_types.unmatched([weight.name for weight in old.weights]):
-        raise BundleError(f"--weights: no weight's name fits {', '.join(unmatched)}")
+        raise BundleError(f"--weights: no weight's name matches {', '.join(unmatched)}")
     shutil.copytree(old.path, work, ignore=shutil.ignore_patterns("__pycache__"))
     choice = chosen(old, weight_types)
     if compute is None and not any(isinstance(tensor, Narrow) for tensor in choice.tensors):

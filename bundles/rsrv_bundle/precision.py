@@ -42,8 +42,8 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
         raise BundleError(f"{file}: {e}") from None
     if left:
         raise BundleError(
-            f"{file}: {left}: multiplies f32, and no setting of a module makes it do so in f32. Export the model again, "
-            "with stablehlo.dot_general there, or do without runtime.numerics: f32"
+            f"{file}: {left}: multiplies f32 values, and no setting makes this operation compute in f32. Export the model again "
+            "with stablehlo.dot_general in its place, or do not set runtime.numerics: f32"
         )
     return blob, replace(
         precision,

@@ -186,7 +186,7 @@ def _check_strings(manifest: Manifest, hooks: Path, problems: Problems) -> None:
     for section, specs, hook in sides:
         named = [spec.name for spec in specs or () if spec.dtype == BYTES]
         if named and hook not in check_hooks(hooks, manifest.kind):
-            rule = f"only {hook} in {HOOKS_FILE} can convert strings, and it is not there"
+            rule = f"only {hook} in {HOOKS_FILE} can convert strings, but this function is missing"
             problems.add(manifest_file.FILE, f"{section}.{named[0]}", rule)
 
 

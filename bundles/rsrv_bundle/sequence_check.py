@@ -224,7 +224,7 @@ def compare_answers(
 
 
 def _chunks(run: ModuleRunner, key: Key) -> list[int]:
-    """Return the variant of each chunk of a prompt: twice the key's variant, and then a single step if it is compiled.
+    """Return the variants of a prompt's chunks: two chunks of the key's variant, and then a single step if it is compiled.
 
     The first chunks are left out while all chunks together exceed the context.
     """

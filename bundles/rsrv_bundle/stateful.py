@@ -226,7 +226,9 @@ class _Pooled:
             raise BundleError("step: must return a tuple (outputs, state)")
         outputs, state = result
         if jax.tree.structure(state) != self.tree:
-            raise BundleError(f"step: returns the state {jax.tree.structure(state)}, init gives {self.tree}")
+            raise BundleError(
+                f"step: returns the state {jax.tree.structure(state)}, but init returns {self.tree}"
+            )
         for tensor, dtype, leaf in zip(self.tensors, self.dtypes, jax.tree.leaves(state), strict=True):
             if (leaf.shape, leaf.dtype) != ((rows, *tensor.dims), dtype):
                 raise BundleError(

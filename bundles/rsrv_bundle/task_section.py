@@ -75,7 +75,8 @@ def parse_task(section: Any, manifest: Manifest, bad: Report) -> TaskSpec | None
         return None
     if (kind == "text-generation") != (manifest.generate is not None):
         bad(
-            "task.kind", "text-generation is the task of a bundle with the section generate, and only of such"
+            "task.kind",
+            "text-generation is the task of bundles with the section generate, which can have no other task",
         )
         return None
     generate = manifest.generate

@@ -78,7 +78,7 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if type(part).__module__.startswith("torch.ao.nn.quantized"):
             raise BundleError(
-                f"module: {name or 'it'}: is quantised, and quantised modules cannot be exported; export the original module"
+                f"module: {name or 'the module itself'}: is quantised, and quantised modules cannot be exported; export the original module"
             )
     problems = dict.fromkeys(
         _elsewhere(name, tensor.device, moves)

@@ -145,7 +145,7 @@ class _Document:
         """Record the position of the event that was taken last, if it has an anchor."""
         at = self._at - 1
         if event.anchor is not None and self._anchors.setdefault(event.anchor, at) != at:
-            raise _wrong(event, f"the anchor &{event.anchor} stands twice")
+            raise _wrong(event, f"the anchor &{event.anchor} is defined twice")
 
     def _list(self, depth: int) -> list[Any]:
         items = []

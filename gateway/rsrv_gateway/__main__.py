@@ -9,7 +9,7 @@ from pathlib import Path
 from rsrv.address import parse_address
 from rsrv.command import EXIT_STATUS, CommandParser, command, end_in_order
 
-_EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
+_EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which takes precedence.
 {EXIT_STATUS}
 SIGTERM and SIGINT end it with 0."""
 
@@ -32,11 +32,11 @@ def parser() -> CommandParser:
         description="One endpoint in front of several tritonservers.",
         epilog=_EPILOG,
     )
-    top.add_argument("--config", type=Path, metavar="FILE", help="rsrv.yaml; without it, the defaults hold")
+    top.add_argument("--config", type=Path, metavar="FILE", help="rsrv.yaml; without it, the defaults apply")
     top.add_argument(
         "--workers",
         metavar="HOST:PORT,...",
-        help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
+        help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one less, and their metrics ports one more",
     )
     top.add_argument(
         "--picker",
@@ -44,7 +44,7 @@ def parser() -> CommandParser:
         const="127.0.0.1:9002",
         type=_address,
         metavar="HOST:PORT",
-        help="name servers to Envoy's filter ext_proc, here or at %(const)s, and serve no clients: gateway.grpc and gateway.http "
+        help="choose servers for Envoy's filter ext_proc, at this address or %(const)s, and serve no clients: gateway.grpc and gateway.http "
         "are ignored",
     )
     top.add_version()

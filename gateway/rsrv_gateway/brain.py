@@ -119,7 +119,7 @@ class GatewayLoop:
     def unready(self) -> str:
         """Reason why the gateway is not ready, or an empty text if it is ready."""
         if not self._serving:
-            return "the gateway is starting or ending"
+            return "the gateway is starting or stopping"
         if not any(view.alive for view in self.probes.summaries().values()):
             return "no worker answers"
         return ""
@@ -138,7 +138,7 @@ class GatewayLoop:
             self._serving = True
             await _first(stop.wait(), self._rounds(), self.members.run(self._members_changed))
             self._serving = False
-            log.info("ending; requests in flight have %g s", self._drain)
+            log.info("stopping; requests in flight have %g s to finish", self._drain)
             await self.proxy.drain(self._drain)
         finally:
             self._serving = False
@@ -189,7 +189,7 @@ class GatewayLoop:
                     self._applied = alive, table
             except Exception:
                 # The last table remains in use, and the next round tries again.
-                log.exception("the table was not updated; the last one stays")
+                log.exception("the placement table was not updated; the last one stays in use")
                 return
             for step in plan.steps:
                 device = named.get(step.worker, ServerDevice(step.worker, None))
@@ -247,9 +247,9 @@ class GatewayLoop:
     def _members_changed(self) -> None:
         before, now = self.probes.workers(), self.members.workers()
         for name in before.keys() - now.keys():
-            log.info("worker %s has left", name)
+            log.info("worker %s was removed", name)
         for name in now.keys() - before.keys():
-            log.info("worker %s has joined: %s", name, now[name].grpc)
+            log.info("worker %s was added: %s", name, now[name].grpc)
         self.probes.watch(now)
         self._stirred.set()
 

@@ -272,7 +272,7 @@ _STATUS_S = 1.0
 def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
     code, message = error.code(), error.details() or ""
     if message == _ENDED:
-        return Refusal(grpc.StatusCode.UNAVAILABLE, "the stream broke", lost=True)
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the stream to the worker broke", lost=True)
     lost = code is grpc.StatusCode.UNAVAILABLE and _LOST.match(message) is not None
     return Refusal(code, message, sendable(error.trailing_metadata() or ()), lost)
 
@@ -338,7 +338,7 @@ def time_left(context: Any) -> float | None:
 
 def gone(worker: str) -> Refusal:
     """Return the refusal for a worker whose connections the gateway has closed."""
-    return Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker} has gone")
+    return Refusal(grpc.StatusCode.UNAVAILABLE, f"worker {worker} was removed")
 
 
 def is_cancelled() -> bool:
@@ -476,7 +476,7 @@ class Token:
     """The secret that clients must send, if one is configured."""
 
     def __init__(self, settings: GatewaySection, renewals: Renewals) -> None:
-        """Read the file. Raises TokenError."""
+        """Read the file of `gateway.token_file`, if it is set. Raises TokenError."""
         file, key = settings.token_file, "gateway.token_file"
         self._token = None if file is None else renewals.of(key, [file], lambda: read_token(file, key))
 

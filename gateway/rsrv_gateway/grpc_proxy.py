@@ -265,4 +265,4 @@ class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _refuse(self, _: Any, context: Any) -> None:
         await self.clients_told.wait()
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway ends")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")

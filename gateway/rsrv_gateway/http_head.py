@@ -67,7 +67,7 @@ class Inflater:
         """Start a body. Raises Malformed."""
         if encoding not in ("gzip", "deflate"):
             raise Malformed(
-                f"the compression {encoding[:100]!r} is unknown here; gzip, deflate and identity are known",
+                f"the compression {encoding[:100]!r} is not supported; use gzip, deflate or identity",
                 StatusCode.UNIMPLEMENTED,
             )
         self._zlib = zlib.decompressobj(47)  # The first bytes distinguish gzip from zlib, as in tritonserver.
@@ -93,8 +93,8 @@ class Inflater:
             self._inflated += size
             if self._inflated > _INFLATED_BYTES + _INFLATED_RATIO * self._received:
                 raise Malformed(
-                    f"the request has become more than {_INFLATED_BYTES >> 20} MiB and {_INFLATED_RATIO} times as large as "
-                    "the compressed body. Send less in one request, or send it without compression"
+                    f"the decompressed request is larger than {_INFLATED_BYTES >> 20} MiB, and more than {_INFLATED_RATIO} times as "
+                    "large as the compressed body. Send less in one request, or send it without compression"
                 )
             if inflated:
                 yield inflated

@@ -55,7 +55,7 @@ class _HttpForm:
                 message = service_pb2.ModelStatisticsResponse()
             return ParseDict(parsed, message, ignore_unknown_fields=True)
         except (ValueError, ParseError, KeyError, TypeError, AttributeError):
-            return Refusal(StatusCode.INTERNAL, "its answer cannot be parsed")
+            return Refusal(StatusCode.INTERNAL, "the worker's answer cannot be parsed")
 
     def render(self, operation: str, message: Any) -> HttpReply:
         fields: Any = _plain(message)

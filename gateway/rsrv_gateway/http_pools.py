@@ -178,7 +178,7 @@ class Pool:
     async def ask(self, query: HttpQuery) -> HttpReply | Refusal:
         """Send a request. Raises TimeoutError."""
         if self._stops:
-            return Refusal(StatusCode.UNAVAILABLE, "it is stopping")
+            return Refusal(StatusCode.UNAVAILABLE, "the worker is stopping")
         upload, headers, connections = query.upload, query.headers, self._connections
         self._used_at = monotonic()
         if upload is not None and upload.size is not None:
@@ -196,15 +196,15 @@ class Pool:
             self.answers += 1
             return await self._read(response, query, connections)
         except ConnectionTimeoutError:
-            return Refusal(StatusCode.UNAVAILABLE, "it cannot be reached in time")
+            return Refusal(StatusCode.UNAVAILABLE, "the worker cannot be reached in time")
         except ClientConnectorError:
-            return Refusal(StatusCode.UNAVAILABLE, "it cannot be reached")
+            return Refusal(StatusCode.UNAVAILABLE, "the worker cannot be reached")
         except TimeoutError:
             raise
         except (ClientError, OSError):
             if upload is not None and upload.failed is not None:
                 return upload.failed.refusal
-            return Refusal(StatusCode.UNAVAILABLE, "the connection broke", lost=True)
+            return Refusal(StatusCode.UNAVAILABLE, "the connection to the worker broke", lost=True)
         finally:
             connections.end()
 
@@ -294,7 +294,7 @@ class Pool:
         most = self._settings.max_message_bytes
         if size is not None and size > most:
             response.close()
-            message = f"its answer has {size} bytes, and gateway.max_message_bytes is {most}"
+            message = f"the worker's answer has {size} bytes, but gateway.max_message_bytes is {most}"
             return Refusal(StatusCode.INTERNAL, message)
         if query.whole or (size is not None and size <= SMALL_BODY_BYTES):
             return HttpReply(status, headers, await response.read())

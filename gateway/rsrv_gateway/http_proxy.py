@@ -43,7 +43,7 @@ _TEXT = {"Content-Type": "text/plain"}
 _NAME = "rsrv-gateway"
 #: Code under which a request is counted if its answer is incomplete.
 _BROKEN = "UNAVAILABLE"
-_ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
+_ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is stopping")
 #: Seconds for sending the last answers when the gateway ends.
 _FLUSH_S = 0.1
 
@@ -218,11 +218,11 @@ class HttpProxy:
     async def _ask(self, worker: str, query: HttpQuery, timeout: float | None) -> HttpReply | Refusal:
         pool = self._pools.get(worker)
         if pool is None:
-            return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
+            return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} was removed, or serves no HTTP")
         if query.upload is not None and query.upload.cut:
             return Refusal(
                 StatusCode.RESOURCE_EXHAUSTED,
-                "the memory for kept request bodies is used up, so no other worker can be tried",
+                "the gateway's memory for request bodies is used up, so the request cannot be sent to another worker",
             )
         answers = pool.answers
         try:
@@ -245,7 +245,7 @@ class HttpProxy:
             try:
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             except ConnectionResetError:
-                raise UploadError(StatusCode.CANCELLED, "the client has gone") from None
+                raise UploadError(StatusCode.CANCELLED, "the client has disconnected") from None
             request.writer.output_size = 0
         return upload
 
@@ -277,7 +277,7 @@ class HttpProxy:
             async with asyncio.timeout(self._timeout_s):
                 return await coming
         except TimeoutError:
-            message = f"the request was not there after {self._timeout_s:g} s"
+            message = f"the request did not arrive within {self._timeout_s:g} s"
             raise UploadError(StatusCode.DEADLINE_EXCEEDED, message) from None
 
     def _query(self, request: web.BaseRequest, upload: Upload, target: Target) -> HttpQuery:

@@ -24,7 +24,7 @@ _CALL_TIMEOUT_S = 10.0
 _QUEUE_MAX_EVENTS = 64
 
 #: Text that the page shows after a probe has closed the connection because no answer arrived in time.
-_CLOSED = "the connection to it was closed, and is opened again"
+_CLOSED = "the connection to the server was closed, and is opened again"
 
 Event = tuple[str, str, str]
 
@@ -75,7 +75,7 @@ class Workers:
                 control = self._control(name)
                 async for event in control.stub.WatchPage(pb.WatchPageRequest(), metadata=control.metadata):
                     await queue.put((name, event.event, event.json))
-                why = "its control service ended"
+                why = "the server's control service ended"
             except (PageError, grpc.RpcError, grpc.aio.UsageError) as error:
                 why = _reason_of(error)
             except asyncio.CancelledError:
@@ -96,7 +96,9 @@ class Workers:
         await page_calls.steer(self._asks(server), model, operation)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        raise PageError(409, "the page of the server itself has this form")
+        raise PageError(
+            409, "the gateway's page sends no requests; use the form on the page of the server itself"
+        )
 
     def _asks(self, server: str) -> page_calls.Ask:
         """Return the function that calls a worker's control service. Raises PageError."""
@@ -108,7 +110,7 @@ class Workers:
             raise PageError(404, f"there is no worker {server!r}")
         control = self._probes.control(server)
         if control is None:
-            raise PageError(409, "no control service is known for it: name one in gateway.workers")
+            raise PageError(409, "no control service is known for this server: name one in gateway.workers")
         return control
 
     @staticmethod

@@ -66,7 +66,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
-        log.warning("ended with requests in flight")
+        log.warning("the gateway ended while requests were in flight")
     return 0
 
 

@@ -126,9 +126,9 @@ class Members:
         if trouble != self._logged.get(source, ""):
             self._logged[source] = trouble
             if trouble:
-                log.warning("%s; its last workers stay", trouble)
+                log.warning("%s; the workers read last stay in use", trouble)
             else:
-                log.info("gateway.workers_%s: is readable again", source)
+                log.info("gateway.workers_%s: can be read again", source)
 
 
 def worker_of(entry: WorkerEntry) -> Worker:
@@ -156,7 +156,9 @@ def read_workers(text: str) -> Mapping[str, Worker]:
         raise MembersError(str(error)) from None
     if not isinstance(raw, list):
         # Refuse an empty file, because another program is probably writing it at this moment.
-        raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")
+        raise MembersError(
+            "must be a list of workers, as in gateway.workers; write [] if there are no workers"
+        )
     try:
         entries = GatewaySection.model_validate({"workers": raw}).workers
     except ValidationError as error:
@@ -232,4 +234,9 @@ async def _listen(path: Path, hint: asyncio.Event) -> None:
             hint.set()
     except* (OSError, RuntimeError) as errors:  # The error is a group if the watcher's thread cannot start.
         why = errors.exceptions[0]
-        log.info("changes of %s are not notified (%s); it is read every %g s", path, why, READ_PAUSE_S)
+        log.info(
+            "the kernel does not report changes of %s (%s), so the file is read every %g s",
+            path,
+            why,
+            READ_PAUSE_S,
+        )

@@ -103,7 +103,7 @@ class HttpBody:
         self._early = False
         if head.sequence != self._wanted.sequence:
             raise Malformed(
-                "the request's sequence_id comes after more of its body than Envoy shows the endpoint picker. Put the "
+                "the request's sequence_id is not in the first part of the body, which is all that Envoy shows to the endpoint picker. Put the "
                 "parameters before the inputs, send binary data, or use the gateway's own port"
             )
         return head.classified

@@ -156,7 +156,9 @@ class Picker:
             if host not in self._ips:
                 self._ips[host] = ""
                 log.warning(
-                    "Envoy needs the address of %s, and it has none (%s): it gets no requests", host, error
+                    "Envoy needs an IP address of %s, but there is none (%s), so the worker gets no requests",
+                    host,
+                    error,
                 )
 
     def _name_endpoints(self, workers: Mapping[str, Worker]) -> None:

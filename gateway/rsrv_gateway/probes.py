@@ -138,7 +138,7 @@ class Probes:
     def _prober(self, worker: str) -> Prober:
         watch = self._watches.get(worker)
         if watch is None:
-            raise ActError("it has left")
+            raise ActError("the worker was removed")
         return watch.prober
 
     async def metrics(self, worker: str) -> str | None:
@@ -310,7 +310,7 @@ class PlacementSender:
             await self._place(server, models)
         except ActError as error:
             self._sent.pop(server, None)
-            problem = f"was not told the devices of its models: {error}"
+            problem = f"did not get the devices of its models: {error}"
         finally:
             del self._tasks[server]
         if problem != self._logged.get(server, ""):
@@ -410,7 +410,7 @@ class GrpcProber:
     async def _order(self, call: str, request: Any) -> None:
         """Call the control service. Raises ActError."""
         if self._control is None:
-            raise ActError("no control service is known for it")
+            raise ActError("no control service of the worker is known")
         try:
             await self._control.call(call, request, _ACTION_TIMEOUT_S)
         except grpc.RpcError as error:

@@ -78,7 +78,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         def change(planner: Planner) -> None:
             policy = changed_policy(planner.options, self._section, request.policy, paths)
             if paths != {"work_basis"}:
-                self._require_packing("in other modes only work_basis means something")
+                self._require_packing("in other modes, only work_basis has an effect")
             planner.change(policy)
 
         await self._gateway.steer(change)
@@ -92,7 +92,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         if not request.model:
             raise InvalidArgument("model is empty")
         placement = placement_values(request)
-        self._require_packing("models are placed by it")
+        self._require_packing("the other modes do not place models")
         if request.model not in self._gateway.table and not request.allow_unknown:
             raise _unknown(request.model)
         await self._gateway.steer(lambda planner: planner.set_placement(request.model, **placement))
@@ -104,15 +104,15 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             if model.effective_replicas != count:
                 warnings.append(f"{model.effective_replicas} replicas from the next repack on; now {count}")
             if isinstance(model.replicas, int) and model.replicas > model.effective_replicas:
-                warnings.append(f"only {model.effective_replicas} workers can have it")
+                warnings.append(f"only {model.effective_replicas} workers can have the model")
         return pb.SetPlacementResponse(warnings=warnings)
 
     @steers
     async def Repack(self, request: pb.RepackRequest) -> pb.RepackResponse:
         gateway = self._gateway
-        self._require_packing("models are packed by it")
+        self._require_packing("the other modes do not pack models")
         if not any(view.alive for view in gateway.probes.summaries().values()):
-            raise StatusError("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
+            raise StatusError("UNAVAILABLE", "no worker answers, so models cannot be packed")
         number = await gateway.steer(Planner.repack)
         while request.wait and (await self._status()).repacks.done < number:
             await gateway.next_round()

@@ -173,7 +173,7 @@ class Upload:
                 self.failed = UploadError(StatusCode.INVALID_ARGUMENT, "the request's body cannot be read")
                 raise self.failed from None
             except OSError:
-                self.failed = UploadError(StatusCode.CANCELLED, "the client has gone")
+                self.failed = UploadError(StatusCode.CANCELLED, "the client has disconnected")
                 raise self.failed from None
             self._came += len(piece)
             if self._came > self._most:

@@ -114,7 +114,7 @@ def _wrong(
         return f"'{target}', whose bundle is broken: fix it first"
     if target not in good:
         if target in aliases:
-            return f"'{target}', which is an alias: name the models behind it"
+            return f"'{target}', which is an alias: name the models of that alias"
         return f"'{target}', which is not a bundle here{nearest(target, [*good, *broken])}"
     role = Feature.SHADOW if share == "shadow" else Feature.ALIAS
     why = refusal(role, good[target].facts.features)

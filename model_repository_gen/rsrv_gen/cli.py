@@ -44,7 +44,7 @@ def parser() -> CommandParser:
     top.add_argument(
         "--link",
         choices=("hard", "copy"),
-        help="how the bundles' files come into GEN; default: lifecycle.link. hard: large files are hard links, or copies where the file system has no "
+        help="how the bundles' files get into GEN; default: lifecycle.link. hard: large files are hard links, or copies where the file system has no "
         "links; never rewrite such a file in place, but write a new one and rename it. copy: no file is shared",
     )
     top.add_argument(
@@ -70,8 +70,8 @@ def add_compile_for(parser: argparse._ActionsContainer) -> None:
         "--compile-for",
         metavar="CARD",
         type=_card,
-        help="compile the models for this GPU, so that its server need not; takes jax's CUDA plugin, and no GPU. "
-        f"{', '.join(sorted(CARDS))}, or a file of `rsrv gpu profile`, which also has the results of tuning",
+        help="compile the models for this GPU, so that the server need not; needs jax's CUDA plugin, but no GPU. "
+        f"{', '.join(sorted(CARDS))}, or a file that `rsrv gpu profile` wrote, which also has the results of tuning",
     )
 
 

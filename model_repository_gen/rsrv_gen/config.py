@@ -242,7 +242,7 @@ def model_config(
             triton_type = dtypes.triton_type(spec.dtype)
             if triton_type is None:
                 raise ConfigError(
-                    f"{spec.name}: clients can't send or get {spec.dtype}; convert it in the hooks"
+                    f"{spec.name}: clients cannot send or receive {spec.dtype}; convert it in the hooks"
                 )
             tensors.add(name=spec.name, data_type=triton_type, dims=wire_dims(spec, batched=rows > 0))
     if manifest.state is not None:

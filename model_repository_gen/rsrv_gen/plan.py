@@ -86,7 +86,9 @@ def _read_once(source: SourceBundle) -> Bundle:
     # Do not compute a digest, because that reads every weight.
     bundle = read_bundle(source.path, digest=False)
     if BundleFacts.of(bundle) != source.facts:  # The plan was made with these facts.
-        raise BundleError(f"{bundle.name}: its kind, its hooks or its calls have changed; try again")
+        raise BundleError(
+            f"{bundle.name}: the bundle's kind, hooks or calls have changed in the meantime; try again"
+        )
     return bundle
 
 

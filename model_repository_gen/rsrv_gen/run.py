@@ -93,7 +93,7 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
             reader = inspector if find_spec("jaxlib") is not None else None
             if reader is None:
                 _complain(
-                    "jaxlib is not installed: the server checks the modules when it loads them, not this"
+                    "jaxlib is not installed, so rsrv-gen does not check the modules. The server checks them when it loads them"
                 )
             done = _Generator(options.output, options, writer, reader, actions)
             done.models(sources, settings, known)
@@ -205,7 +205,7 @@ class _Generator:
     def models(self, sources: Sources, settings: Settings, known: Known) -> None:
         def stays(name: str) -> str:
             if not self._options.prune:
-                return "its bundle was not given; --prune removes it"
+                return "its bundle was not given; --prune removes the model"
             # A path without bundles may be a disk that is not mounted, so keep its models.
             return "not all of the given paths hold bundles" if sources.unusable else ""
 

@@ -186,7 +186,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
     """Return the note after a model's name: the callees that it carries, or the callers of an internal model."""
     if source.facts.calls:
-        return f" (carries {', '.join(source.facts.calls)})"
+        return f" (contains {', '.join(source.facts.calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
 
 
@@ -409,7 +409,7 @@ class RepositoryUpdate:
                 return None
         if step.plan is None or not policy.may_write:
             subject = "the alias" if step.targets else "its bundle"
-            return Failed(f"{subject} is {step.verb}, and nothing may be written")
+            return Failed(f"{subject} is {step.verb}, but the repository is not updated")
         if not policy.reserve(step.name):
             return Later()
         return _flaw(step, sources, first) or self._put(step, step.plan, made_of)

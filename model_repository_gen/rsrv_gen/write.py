@@ -174,7 +174,7 @@ class RepositoryWriter:
             self._build(self._aside, name, plan, 0)
             if not holds():
                 raise OSError(
-                    "its bundle changed while it was copied: the model is left as it was; try again"
+                    "its bundle changed while it was copied, so the model was not changed; try again"
                 )
             self._aside.swap(name, self._repository)
         finally:

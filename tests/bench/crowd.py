@@ -134,7 +134,7 @@ def asking(
     assert process.stdout is not None
     try:
         if process.stdout.readline() != "asking\n":
-            raise BenchFailed(f"the clients do not start:\n{process.communicate()[1][-2000:]}")
+            raise BenchFailed(f"the clients did not start:\n{process.communicate()[1][-2000:]}")
         running = Asking(process)
         yield running
         _, complaint = process.communicate(timeout=seconds + 2 * _DEADLINE)
@@ -142,7 +142,7 @@ def asking(
         process.kill()
         process.wait()
     if process.returncode != 0:
-        raise BenchFailed(f"the clients left with {process.returncode}:\n{complaint[-2000:]}")
+        raise BenchFailed(f"the clients exited with status {process.returncode}:\n{complaint[-2000:]}")
     with np.load(output) as stored:
         running.requests = Requests(stored["began"], stored["ended"], stored["code"])
 
@@ -179,7 +179,7 @@ class _Crowd:
         for call in calls:
             for model in self._models:
                 if await self._ask(call, model, 0) != OK:
-                    raise BenchFailed(f"{model} does not answer, or wrongly")
+                    raise BenchFailed(f"{model} does not answer, or its answers are wrong")
         print("asking", flush=True)
         self._begin = time.monotonic()
         end = self._begin + seconds

@@ -113,7 +113,7 @@ def load(
         rows = list(csv.DictReader(report.read_text().splitlines())) if report.is_file() else []
         if process.returncode != 0 or len(rows) != 1:
             raise BenchFailed(
-                f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{output}"
+                f"perf_analyzer on {side.name}/{model} exited with status {process.returncode}:\n{output}"
             )
     if failed := _statistics(side, model)["inference_stats"]["fail"]["count"] - failed_before:
         raise BenchFailed(f"{failed} requests to {side.name}/{model} failed")
@@ -126,7 +126,9 @@ def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clien
     _until(lambda: _count(side, model) >= count or process.poll() is not None, "the first answers")
     if process.poll() is not None:
         output = process.stdout.read() if process.stdout else ""
-        raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{output}")
+        raise BenchFailed(
+            f"perf_analyzer on {side.name}/{model} exited with status {process.returncode}:\n{output}"
+        )
 
 
 def asking(side: Side, model: str) -> Callable[[], object]:

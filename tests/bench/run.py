@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="seconds of one of the three windows of a sample (%(default)s)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one round of short windows: does it work at all"
+        "--quick", action="store_true", help="one round of short windows, only to see that everything works"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=USUAL, help="default: all but metas")
     options = parser.parse_args(argv)

@@ -73,7 +73,7 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
         tenths = statistics.quantiles(durations, n=10)
         print(
             f"one client, {kind}: p10 {tenths[0]:.3f} ms, p50 {tenths[4]:.3f} ms; "
-            f"beside the module {tenths[0] - alone[0]:.3f} and {tenths[4] - alone[4]:.3f} ms"
+            f"more than the module alone: {tenths[0] - alone[0]:.3f} and {tenths[4] - alone[4]:.3f} ms"
         )
 
 

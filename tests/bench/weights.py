@@ -107,16 +107,18 @@ def _parse(argv: Sequence[str] | None) -> Plan:
 
     usual = Plan()
     option("models", usual.models)
-    option("bytes", usual.bytes, "of one model's weights")
+    option("bytes", usual.bytes, "bytes of one model's weights")
     option("budget", usual.budget, "bytes that weights may take on the device")
     parser.add_argument(
         "--narrow", metavar="TYPE", nargs="+", default=(), help="also with weights of these types: bf16 i8"
     )
-    option("exponent", usual.exponent, "of Zipf's law; 0: all are asked for alike")
+    option("exponent", usual.exponent, "exponent of Zipf's law; 0: all models get equally many requests")
     option("clients", usual.clients)
     option("rounds", usual.rounds, "alternating rounds")
     option("window", usual.window_s, "seconds of one sample")
-    parser.add_argument("--quick", action="store_true", help="few, short and small: does it work at all")
+    parser.add_argument(
+        "--quick", action="store_true", help="few, short and small samples, only to see that everything works"
+    )
     options = parser.parse_args(argv)
     if options.quick:
         return replace(QUICK, narrow=tuple(options.narrow))

@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the faults, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="each fault once, with short pauses")
+    parser.add_argument("--quick", action="store_true", help="inject each fault once, with short pauses")
     parser.add_argument(
         "--only",
         metavar="WORD",
         nargs="+",
-        help="faults whose names hold one of these words; 'deaths': those in a row",
+        help="only faults whose names contain one of these words; 'deaths': the deaths in a row",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the clients' requests (%(default)s)")
     options = parser.parse_args(argv)
     known: Sequence[type[Fault]] = (*FAULTS, *STREAMS, *CATALOGUE, *ENDURANCE, ComesAndGoes)
     kinds = (

@@ -35,7 +35,7 @@ _GROWN = 0.3
 
 
 class _Catalogue(Fault):
-    #: A start may wait for another start that compiles.
+    #: The clients' patience is long, because a start may wait for another start that compiles.
     load = clients("catalogue", grpc=4, http=2, pause=0.01, patience=_PATIENCE_S)
     expected = Expected(())
     patience = 60.0

@@ -31,9 +31,11 @@ from tests.e2e.harness import ROOT, is_alive
 from tests.waiting import wait_until
 
 #: What Triton 24.10 does with requests in a stub that dies.
-NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
+NO_ANSWER = "Triton 24.10 never answers requests that a stub had taken when it died, unless the stub was inside execute()"
 #: What Triton 24.10 does when it has given up a stub, and the stub continues and still answers.
-LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
+LATE_ANSWERS = (
+    "Triton 24.10 sends the answer to a request that it has given up as the answer to the next request"
+)
 
 #: Clients of the models that are asked during every fault. A fault may name some of these models as its victims.
 BYSTANDERS = (
@@ -196,7 +198,7 @@ class Freeze(Fault):
 
     def check(self, house: House) -> Iterable[str]:
         if house.runtime_pid(self.device) != self._frozen:
-            yield "the runtime was only frozen, and is another one now"
+            yield "the runtime was only frozen, but was replaced by another one"
 
 
 class FreezeDevice(_OneOfTwoDevices, Freeze):

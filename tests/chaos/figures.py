@@ -189,20 +189,22 @@ def _problems(row: Row, touched: Sequence[Record], stretch: Stretch, expected: E
     ]
     if failed:
         kinds = _counts(Counter(f"{r.model} {r.outcome}" for r in failed))
-        yield f"errors of models that it should not touch: {kinds}"
+        yield f"errors of models that the fault should not touch: {kinds}"
     if expected.in_flight:
         harmed = [r for r in touched if r.outcome != RIGHT]
         if len(harmed) > row.in_flight + len({r.model for r in touched}):
-            yield f"{len(harmed)} requests failed, and {row.in_flight} were in flight"
+            yield f"{len(harmed)} requests failed, but only {row.in_flight} were in flight"
         late = [r for r in touched if r.ended - r.sent > LATE_S and r.sent > stretch.strike + SILENT_S + 0.2]
         if late:
             yield f"{len(late)} requests were late that were sent {late[0].sent - stretch.strike:.1f} s after the fault"
     if row.victims_back == inf:
-        yield "the victims did not come back"
+        yield "the victims did not answer again"
     if row.bystanders_back == inf:
-        yield "bystanders did not come back"
+        yield "bystanders did not answer again"
     if row.told is not None and row.told > TELLS_WITHIN:
-        yield "the health service did not tell" + ("" if row.told == inf else f" before {row.told:.1f} s")
+        yield "the health service did not report the fault" + (
+            "" if row.told == inf else f" before {row.told:.1f} s"
+        )
 
 
 def _counts(counts: Counter[str]) -> str:

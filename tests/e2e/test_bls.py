@@ -201,7 +201,7 @@ def test_a_callee_that_hangs_stops_no_other_call(smallest: RunningTriton) -> Non
     assert [end["status"] for end in ends] == ["DEADLINE", "DEADLINE"]
     refused = ask_one(smallest, "hasty", model="two")
     assert refused["status"] == "QUEUE_FULL"
-    assert "model 'two' cannot be called: all 1 calls that may be in flight" in refused["text"]
+    assert "model 'two' cannot be called: 1 calls, the limit, have been in flight" in refused["text"]
     assert "'one'" in refused["text"]
 
     release(smallest)

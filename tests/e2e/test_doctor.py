@@ -225,7 +225,7 @@ EXPECTED = {
     ),
     "held_back": (
         "note",
-        r"requests of single wait 1\d(\.\d)? ms for others to share an execution, but 25 executions had 25",
+        r"requests of single wait 1\d(\.\d)? ms for other requests to share an execution, but 25 executions had 25",
         "--max-delay-us 0`",
     ),
     "model_failed": ("critical", "new has failed", "format_version: is missing"),
@@ -233,7 +233,11 @@ EXPECTED = {
     "paused": ("warning", "second is paused: 25 requests wait or were refused", "`rsrv continue second`"),
     "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
     "runtime_restarts": ("note", "`rsrv restart` replaced the runtime of device 0 1 time", "`rsrv restart`"),
-    "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "fix the file"),
+    "settings_refused": (
+        "warning",
+        "the settings file is not used: .*models: must be a mapping",
+        "fix the file",
+    ),
     "slow_hooks": (
         "note",
         r"slow spends 3\d(\.\d)? ms of a request's [0-9.]+ ms in preprocess and postprocess",

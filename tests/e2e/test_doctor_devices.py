@@ -49,7 +49,7 @@ models:
 #: Expected findings by name. Each has a pattern of its evidence, and words of its cause or its cure.
 CROWDED = {
     "overloaded": (
-        r"device 0: the device is busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
+        r"device 0: the device is busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait; the median wait is [2-6](\.\d+)? s",
         "larger batch sizes for crowded",
     ),
     "single_rows": (
@@ -58,7 +58,7 @@ CROWDED = {
     ),
     "uneven_devices": (
         r"device 0 is busy 9\d(\.\d)?% of the time and (2\d|3[01]) requests wait for it, while device 1 is busy \d(\.\d+)?%",
-        "models.crowded.devices: [0] keeps it from device 1; add 1 to models.crowded.devices",
+        "models.crowded.devices: [0] excludes device 1; add 1 to models.crowded.devices",
     ),
 }
 LATE_HOOKS = """
@@ -76,7 +76,7 @@ def preprocess(inputs):
 ONE = ("--model-control-mode=explicit", "--load-model=late", HURRY)
 #: Evidence about a model with LATE_HOOKS.
 IMPORTING = r"^late's model.py has been importing for [3-9]\d(\.\d)? s; "
-WAITS = "of its model.py waits or loops"
+WAITS = "of its model.py loops, or waits"
 UNSERVED = r"^other has not been served for [3-9]\d(\.\d)? s"
 SILENT = r"the runtime of device 0 has not answered for \d\d(\.\d)? s"
 #: A shell script that runs the runtime's Python. A test can break this file.
@@ -146,9 +146,12 @@ def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton:
     )
 
     by_name = wait_until(lambda: all_of({"not_served", "slow_import"}, findings(server)))
-    check(by_name["not_served"], "note", UNSERVED, "Triton still loads its first models")
+    check(by_name["not_served"], "note", UNSERVED, "Triton is still starting")
     check(
-        by_name["slow_import"], "critical", f"{IMPORTING}Triton opens its ports after all first models", WAITS
+        by_name["slow_import"],
+        "critical",
+        f"{IMPORTING}no model is served, because Triton opens its ports",
+        WAITS,
     )
     gate.touch()
     wait_until(lambda: "slow_import" not in findings(server))
@@ -187,7 +190,7 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
     check(
         by_name["slow_import"],
         "critical",
-        f"{IMPORTING}other loads wait behind it: imports hold 1 of Triton's 1 load thread$",
+        f"{IMPORTING}other models wait for this import: imports hold 1 of Triton's 1 load thread$",
         WAITS,
     )
     assert not server.grpc.is_model_ready("other")
@@ -197,7 +200,7 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
         by_name["model_failed"],
         "critical",
         "^late has failed",
-        "model.py has been importing for 6",
+        "the import of model.py has taken 6",
     )
     gate.touch()
     wait_until(lambda: all(server.grpc.is_model_ready(name) for name in ("other", "late")))
@@ -221,7 +224,7 @@ def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: Star
             finding,
             "note",
             r"the process of good in Triton ended 1 time in \d+(\.\d+)? (s|min)",
-            "nothing, if it ended once",
+            "nothing, if the process ended once",
         )
         with caller(server) as call:
             wait_until(lambda: not isinstance(outcome(lambda: call("good", rows(1))), Refused))
@@ -275,8 +278,8 @@ def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTri
             lambda: (outcome(lambda: call("large", x)), all_of({"no_memory"}, findings(server)))[1]
         )
         words = (
-            r"large refused \d+ of \d+ requests: its 33.6 MB of weights found no memory beside the 0 B on the device",
-            "another program has the memory",
+            r"large refused \d+ of \d+ requests: there was no memory for its 33.6 MB of weights in addition to the 0 B on the device",
+            "another program uses the memory",
         )
         check(by_name["no_memory"], "critical", *words)
         # Wait until the back-off is so long that the commands below are complete before it ends.
@@ -311,7 +314,7 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
         by_name["compiled_at_start"],
         "note",
         r"3 executables were compiled since this runtime's start: [1-5]\d(\.\d)? s",
-        f"they were not in {tmp_path / 'cache'}",
+        f"the executables were not in {tmp_path / 'cache'}",
     )
     operate(server, "restart")
     wait_until(lambda: findings(server).keys() == {"runtime_restarts"})

@@ -123,7 +123,7 @@ def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status", "words"),
     [
-        (INFER, b"x", {"Content-Encoding": "br"}, 501, "the compression 'br' is unknown here"),
+        (INFER, b"x", {"Content-Encoding": "br"}, 501, "the compression 'br' is not supported"),
         (INFER, b"{", {}, 400, "not complete"),
         ("/v2/repository/index", b"{", {}, 400, "not complete"),
     ],

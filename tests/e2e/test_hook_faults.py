@@ -288,7 +288,7 @@ def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTrit
     assert well(server, model)
     with calm(server):
         for _ in range(3):
-            assert refused(server, model) == "the model's preprocess hook wants more memory than it may have"
+            assert refused(server, model) == "the model's preprocess hook needs more memory than its limit"
             assert well(server, model)
         before = psutil.Process(pid).memory_info().rss
         for _ in range(3):

@@ -66,7 +66,10 @@ def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def living(folder: Path) -> Iterator[Callable[[], RunningTriton]]:
-    """Yield a function that returns the server of all tests. If Triton's own fault with locks ended it, the function starts another one."""
+    """Yield a function that returns the server that all tests share.
+
+    If the server has aborted because of Triton's own fault with locks, the function starts another server.
+    """
 
     def start(number: int) -> AbstractContextManager[RunningTriton]:
         log = folder / f"server{number}.log"

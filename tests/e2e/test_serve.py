@@ -209,7 +209,7 @@ def test_connections_that_clients_keep_do_not_delay_a_stop(service: Terminal) ->
     http.close()
     log = (service.folder / ".rsrv" / "serve.log").read_text()
     assert "successfully unloaded 'cats'" in log
-    assert "all models are unloaded, but clients keep connections open" in log
+    assert "all models are unloaded, but tritonserver would wait" in log
 
 
 @pytest.mark.long
@@ -328,7 +328,7 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
         port = taken.getsockname()[1]
         with serving(folder, f"--http-port={port}") as terminal:
             assert terminal.process.wait(PATIENCE_S) == 1
-            assert terminal.text.startswith(f"rsrv serve: {LOOPBACK}:{port} cannot be taken for http")
+            assert terminal.text.startswith(f"rsrv serve: {LOOPBACK}:{port} cannot be used for http")
 
 
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:

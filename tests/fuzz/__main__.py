@@ -18,17 +18,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Hostile input, made from seeds.",
-        epilog="A seed makes the same input on every run. `--only KIND --first SEED` with 1 of that kind tries it"
-        " alone: what it does by itself is seen again, what it does together with others perhaps not. Of bad requests,"
-        " 'crash' names those that were under way when a process died, 'harm' and 'noise' some that went before.",
+        epilog="A seed makes the same input on every run. `--only KIND --first SEED --KIND 1` tries one input alone. This"
+        " repeats a fault of this input, but perhaps not a fault that needs several inputs. For bad requests, the outcome"
+        " 'crash' names the requests in progress when a process died. 'harm' and 'noise' name some of the requests before.",
     )
     parser.add_argument(
         "--first", type=int, default=0, help="the first seed of each kind; default: %(default)s"
     )
-    parser.add_argument("--only", choices=KINDS, help="this kind, and none of the others")
-    parser.add_argument("--bundles", type=int, default=10_000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--only", choices=KINDS, help="try only this kind")
     parser.add_argument(
-        "--modules", type=int, default=1000, metavar="N", help="that are compiled; default: %(default)s"
+        "--bundles", type=int, default=10_000, metavar="N", help="mutated bundles; default: %(default)s"
+    )
+    parser.add_argument(
+        "--modules",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="bundles that are compiled; default: %(default)s",
     )
     parser.add_argument(
         "--frames",
@@ -38,24 +44,41 @@ def main() -> int:
         help="connections that misbehave; default: %(default)s",
     )
     parser.add_argument(
-        "--answers", type=int, default=10_000, metavar="N", help="runtimes that do; default: %(default)s"
+        "--answers",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="runtimes that misbehave; default: %(default)s",
     )
-    parser.add_argument("--onnx", type=int, default=2000, metavar="N", help="files; default: %(default)s")
+    parser.add_argument(
+        "--onnx", type=int, default=2000, metavar="N", help="ONNX files; default: %(default)s"
+    )
     parser.add_argument(
         "--natives",
         type=int,
         default=100,
         metavar="N",
-        help="native fronts with 60 connections of runtimes that do; default: %(default)s",
+        help="native fronts, each with 60 connections of runtimes that misbehave; default: %(default)s",
     )
     parser.add_argument(
-        "--requests", type=int, default=20_000, metavar="N", help="of bad clients; default: %(default)s"
+        "--requests",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="requests of bad clients; default: %(default)s",
     )
     parser.add_argument(
-        "--openai", type=int, default=5000, metavar="N", help="to `rsrv openai`; default: %(default)s"
+        "--openai",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="requests to `rsrv openai`; default: %(default)s",
     )
     parser.add_argument(
-        "--front", choices=("python", "native"), default="python", help="that these ask; default: %(default)s"
+        "--front",
+        choices=("python", "native"),
+        default="python",
+        help="the front that gets the requests; default: %(default)s",
     )
     options = parser.parse_args()
 

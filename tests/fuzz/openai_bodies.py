@@ -151,7 +151,7 @@ def check_openai(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
                 )
                 return
             for problem in _harm(server, api):
-                yield Verdict(batch[0], "harm", f"beside seeds {batch[0]} to {batch[-1]}: {problem}")
+                yield Verdict(batch[0], "harm", f"during seeds {batch[0]} to {batch[-1]}: {problem}")
 
 
 def _harm(server: RunningTriton, api: RunningOpenai) -> Iterator[str]:

@@ -176,7 +176,7 @@ class _Life:
         problems = [("noise", problem) for problem in self._noise.told()]
         if not self.over:
             problems += [("harm", problem) for problem in self._harmed()]
-        bad = [Verdict(first, outcome, f"beside {self._before}: {problem}") for outcome, problem in problems]
+        bad = [Verdict(first, outcome, f"during {self._before}: {problem}") for outcome, problem in problems]
         return [request.verdict() for request in sent] + bad, []
 
     def end(self) -> list[Verdict]:
@@ -187,7 +187,7 @@ class _Life:
             group.stop()
         records = [record for group in self._loads for record in group.records]
         print(
-            f"requests: {sum(record.outcome == RIGHT for record in records)} of {len(records)} honest requests beside"
+            f"requests: {sum(record.outcome == RIGHT for record in records)} of {len(records)} honest requests among"
             f" {self._sent} bad ones were answered right; {self._noise}",
             flush=True,
         )

@@ -154,7 +154,9 @@ def test_a_card_without_virtual_memory_management_is_named(gpu: FakeGpu) -> None
     """A card without virtual memory management is refused with this reason. XLA itself only logs it."""
     gpu.settings.without_vmm = 1
 
-    assert "the card has no virtual memory management, by which XLA allocates" in gpu.run(refusal, "cuda")
+    assert "the card has no virtual memory management, which XLA needs to allocate memory" in gpu.run(
+        refusal, "cuda"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_every_part_runs_and_a_card_with_wrong_answers_fails(
     assert set(verdicts["correctness"].values()) == {"FAIL"}, table
     assert set(verdicts["numerics"].values()) == {"FAIL"}, table
     assert len(verdicts["bandwidth"]) == 8, table
-    assert verdicts["overlap"]["a second launch beside an execution"] == "PASS", table
+    assert verdicts["overlap"]["a second launch during an execution"] == "PASS", table
     assert "FAIL" not in {**verdicts["budget"], **verdicts["out-of-memory"]}.values(), table
     assert verdicts["latency"] == {"weights of 1.05 MB": "MEASURED", "answers with 1.05 MB": "FAIL"}
     assert verdicts["eviction"] == {"requests": "MEASURED", "loads of weights": "PASS", "answers": "FAIL"}

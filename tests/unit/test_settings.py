@@ -145,7 +145,7 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
         ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         (
             f"runtime: {{devices: [{'cpu, ' * 64}]}}",
-            "runtime.devices: 64 devices, and a server has at most 63",
+            "runtime.devices: 64 devices, but a server has at most 63",
         ),
         ("runtime: {devices: [-1]}", "runtime.devices: -1 is negative"),
         ("- a list", "must be a mapping"),
@@ -172,7 +172,7 @@ def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, ke
         ("runtime: {start: later}", "runtime.start: must be 'eager' or 'lazy'"),
         ("runtime: {start_timeout_s: 0}", "runtime.start_timeout_s: "),
         ("runtime: {host_memory_bytes: -1}", "runtime.host_memory_bytes: "),
-        ("models: {m: {idle: {server: 1h}}}", "models.m.idle: server is about the whole server"),
+        ("models: {m: {idle: {server: 1h}}}", "models.m.idle: server applies to the whole server"),
         ("models: {m: {warm_at: noon}}", "'noon' is not a time; write it as 08:55, Mon-Fri 08:55"),
         ("models: {m: {warm_at: [08:55, Mon-Fri 25:00]}}", "'Mon-Fri 25:00' is not a time"),
         ("models: {m: {weight: 0}}", "models.m.weight: "),

@@ -42,14 +42,16 @@ CPU_SECONDS, SECONDS = 240, 900
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("--only", metavar="WORD", default="", help="only names with this word")
-    parser.add_argument("--limit", metavar="N", type=int, help="at most so many")
     parser.add_argument(
-        "--minutes", metavar="M", type=float, default=1e9, help="start no architecture after this time"
+        "--only", metavar="WORD", default="", help="only architectures whose names have this word"
     )
-    parser.add_argument("--jobs", metavar="N", type=int, default=2, help="at a time")
+    parser.add_argument("--limit", metavar="N", type=int, help="run at most N architectures")
     parser.add_argument(
-        "--eager", action="store_true", help="only make each model and run it in PyTorch: is the list right?"
+        "--minutes", metavar="M", type=float, default=1e9, help="start no architecture after M minutes"
+    )
+    parser.add_argument("--jobs", metavar="N", type=int, default=2, help="concurrent architectures")
+    parser.add_argument(
+        "--eager", action="store_true", help="only make each model and run it in PyTorch, to check the list"
     )
     parser.add_argument("--agpl", action="store_true", help="also models of packages under AGPL")
     parser.add_argument("--page", action="store_true", help="only write the page, from the results so far")

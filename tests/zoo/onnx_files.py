@@ -93,7 +93,7 @@ FILES = (
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.onnx_files", description=__doc__)
-    parser.add_argument("--only", metavar="WORD", default="", help="only paths with this word")
+    parser.add_argument("--only", metavar="WORD", default="", help="only files whose paths have this word")
     parser.add_argument("--page", action="store_true", help="only write the page, from the results so far")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)

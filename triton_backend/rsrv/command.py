@@ -40,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
             action=_ShowVersion,
             nargs=0,
             dest=argparse.SUPPRESS,
-            help="show rsrv's version and end",
+            help="show rsrv's version and exit",
         )
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:

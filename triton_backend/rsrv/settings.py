@@ -172,7 +172,7 @@ class RuntimeSection(Section):
             raise ValueError("write all, or a list of devices: [0, 1], [GPU-...], [cpu]")
         if len(devices) > MAX_DEVICES:
             raise ValueError(
-                f"{len(devices)} devices, and a server has at most {MAX_DEVICES}; start several servers"
+                f"{len(devices)} devices, but a server has at most {MAX_DEVICES}; start several servers"
             )
         for index, device in enumerate(devices):
             if isinstance(device, int) and device < 0:
@@ -194,7 +194,7 @@ class RuntimeSection(Section):
     @model_validator(mode="after")
     def _has_tf32(self) -> "RuntimeSection":
         if self.numerics == "tf32" and self.platform == "cpu":
-            raise ValueError("numerics: tf32 cannot be had with platform: cpu, which has no TF32")
+            raise ValueError("numerics: tf32 needs a GPU, because platform: cpu has no TF32")
         return self
 
 
@@ -427,7 +427,7 @@ class ModelSection(PlacedModelSection):
     @classmethod
     def _is_of_a_model(cls, idle: IdleSection) -> IdleSection:
         if "server" in idle.model_fields_set:
-            raise ValueError("server is about the whole server; set runtime.idle.server")
+            raise ValueError("server applies to the whole server, not to a model; set runtime.idle.server")
         return idle
 
 
@@ -503,7 +503,7 @@ class Settings(BaseSettings):
             for number in model.devices or ():
                 if number >= len(devices):
                     raise ValueError(
-                        f"models.{name}.devices names {number}, and runtime.devices has {len(devices)}, numbered from 0"
+                        f"models.{name}.devices names device {number}, but runtime.devices has {len(devices)} devices, numbered from 0"
                     )
         return self
 
@@ -606,7 +606,9 @@ def dump_settings(settings: Settings) -> str:
                 f"{str(folder)!a} cannot be watched for bundles, because its name is not UTF-8. Rename the folder"
             )
     out = io.StringIO()
-    out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
+    out.write(
+        "# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment takes precedence over this file.\n"
+    )
     by_name = {"models", "aliases"}
     values = settings.model_dump(mode="json", exclude=by_name)
     for section, info in Settings.model_fields.items():

@@ -174,14 +174,16 @@ class GatewaySection(Section):
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key: both or neither")
         if not (self.workers_ports.control or "0").isdigit():
-            raise ValueError("workers_ports: control must be a PORT, for each server has its own service")
+            raise ValueError(
+                "workers_ports: control must be a PORT, because each server has its own control service"
+            )
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if (self.worker_certificate is None) != (self.worker_key is None):
             raise ValueError("worker_certificate and worker_key: both or neither")
         if self.worker_certificate is not None and self.worker_ca is None:
             raise ValueError(
-                "worker_certificate and worker_key need worker_ca: without it, workers are spoken to without TLS"
+                "worker_certificate and worker_key need worker_ca: without worker_ca, the gateway does not use TLS to workers"
             )
         usual = type(self).model_fields["worker_repository_key"].default
         if self.worker_repository_key != usual and self.worker_repository_value_file is None:

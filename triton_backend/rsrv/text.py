@@ -98,6 +98,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; known are {shown}" if shown else ""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 weight` or `3 weights`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def some(names: Sequence[str]) -> str:
     """Return the first three names as text, and the number of further names."""
     more = len(names) - 3

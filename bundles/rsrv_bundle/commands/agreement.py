@@ -137,7 +137,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             result = source(**dict(zip(inputs, arrays, strict=True)))
         except Exception as e:
             cure = (
-                "; if it takes only some integers, give an example input with such values behind the model, or --samples"
+                "; if the model accepts only some integers, let the factory also return example inputs with such values, or give --samples"
                 if any(spec.dtype[0] in "iu" for spec in bundle.manifest.inputs)
                 else ""
             )
@@ -154,7 +154,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             fixed = [size in (-1, actual) for size, actual in zip(spec.dims, array.shape, strict=False)]
             if array.ndim != len(spec.dims) or not all(fixed):
                 raise SourceError(
-                    f"the source returns '{spec.name}' as {list(array.shape)}, the bundle as {list(spec.dims)}, where"
+                    f"the source returns '{spec.name}' as {list(array.shape)}, but the bundle returns {list(spec.dims)}, where"
                     " -1 is any size"
                 )
         return answers

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.extras import install_command
-from rsrv.text import os_error
+from rsrv.text import counted, os_error
 from rsrv.triton_install import Installation, default_folder
 from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.errors import BundleError
@@ -134,7 +134,7 @@ def _summary(bundle: Bundle, sizes: Sequence[int]) -> str:
             parts.append(f"batch sizes {' '.join(map(str, sizes))}")
         if bundle.variants > 1:
             parts.append(f"{bundle.variants} variants")
-        parts.append(f"{len(bundle.weights)} weights, {bundle.weight_bytes} bytes")
+        parts.append(f"{counted(len(bundle.weights), 'weight')}, {bundle.weight_bytes} bytes")
         if manifest.internal:
             parts.append("internal")
         if manifest.state is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.text import os_error
+from rsrv.text import counted, os_error
 from rsrv_bundle import dtypes
 from rsrv_bundle.commands.samples import read_samples
 from rsrv_bundle.commands.sources import KINDS, LoadedModel, LoadError, load
@@ -35,7 +35,9 @@ def export(arguments: argparse.Namespace) -> int:
         for option in HF_OPTIONS:
             if getattr(arguments, option) is not None and (kind, option) != ("onnx", "samples"):
                 takers = "--hf and --onnx" if option == "samples" else "--hf"
-                raise ValueError(f"--{option.replace('_', '-')}: belongs to {takers}; leave it out")
+                raise ValueError(
+                    f"--{option.replace('_', '-')}: only works with {takers}; leave this option out"
+                )
         source, examples, described = _described(kind, target, arguments)
         if arguments.hooks is not None and not arguments.hooks.is_file():
             raise ValueError(f"--hooks {arguments.hooks}: is not a file")
@@ -89,7 +91,7 @@ def _write(source: object, out_dir: Path, write: Callable[[], Bundle]) -> int:
     error = bundle.manifest.numerics.get("max_rel_error")
     close = "not run here" if error is None else f"at most {error:.3g} from the model"
     print(
-        f"ok {out_dir}: {len(bundle.modules)} modules, {len(bundle.weights)} weights,"
+        f"ok {out_dir}: {counted(len(bundle.modules), 'module')}, {counted(len(bundle.weights), 'weight')},"
         f" {bundle.weight_bytes} bytes, {close}"
     )
     errors = bundle.manifest.numerics.get("narrowed")
@@ -100,7 +102,9 @@ def _write(source: object, out_dir: Path, write: Callable[[], Bundle]) -> int:
     if isinstance(answers, Mapping) and task is not None:
         print(f"{task.kind}: whole answers are at most {max(answers.values()):.3g} from the framework's")
     if not bundle.manifest.batched:
-        print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
+        print(
+            "no batch axis: requests run one at a time; with --batch-sizes 1,8,32, requests can share an execution"
+        )
     print(f"next: rsrv serve {shlex.quote(_served(out_dir))}")
     return 0
 
@@ -138,7 +142,9 @@ def export_directory(arguments: argparse.Namespace) -> int:
     try:
         for option, unset in {**_DESCRIBED, "hooks": None, "files": (), "working_tree_patch": False}.items():
             if getattr(arguments, option) != unset:
-                raise ValueError(f"--{option.replace('_', '-')}: the directory decides it; leave it out")
+                raise ValueError(
+                    f"--{option.replace('_', '-')}: the directory determines this; leave the option out"
+                )
         for file in arguments.samples or ():
             if not file.is_file():
                 raise ValueError(f"--samples {file}: is not a file")
@@ -179,7 +185,7 @@ def _described(
             ("--working-tree-patch", arguments.working_tree_patch),
         ):
             if value:
-                raise ValueError(f"{flag}: an ONNX file describes itself; leave it out")
+                raise ValueError(f"{flag}: an ONNX file describes itself; leave the option out")
         return (
             load(kind, target),
             [],

@@ -33,7 +33,7 @@ def read_samples(file: Path) -> dict[str, Array]:
         raise ValueError("holds no array")
     for name, array in samples.items():
         if array.ndim and not len(array):
-            raise ValueError(f"{name}: its first axis counts the samples, and there are none")
+            raise ValueError(f"{name}: the first axis counts the samples, but its length is 0")
     return samples
 
 
@@ -84,7 +84,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
         if array.dtype.kind == "V" and expected != object and array.dtype.itemsize == expected.itemsize:
             array = array.view(expected)
         if array.dtype != expected:
-            problems.add("samples", spec.name, f"is {array.dtype}, the model takes {spec.dtype}")
+            problems.add("samples", spec.name, f"is {array.dtype}, but the model takes {spec.dtype}")
         if array.ndim == 0:
             problems.add("samples", spec.name, "has no axes; the first one counts the samples")
         typed.append(array)

@@ -110,7 +110,7 @@ def load(kind: str, target: str) -> LoadedModel:
         or not all(isinstance(part, Mapping) for part in further)
     ):
         raise LoadError(
-            f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it, such as"
+            f"{target}: must return {KINDS[kind]}, and may return example inputs by name after it, such as"
             f" `return {_SAMPLES[kind]}`"
         )
     # Functions and classes know the file that defines them. Other objects do not, so use the module of `target`.

@@ -336,7 +336,7 @@ def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
             )
         if not isinstance(folder, str) or "/" in folder or "\\" in folder or folder.startswith("."):
             raise BundleError(
-                f"modules.json: [{index}].path: {folder!r:.100} must be the name of a folder beside it"
+                f"modules.json: [{index}].path: {folder!r:.100} must be the name of a folder next to modules.json"
             )
         if folder and not (root / folder).is_dir() and name in ("Pooling", "Dense"):
             raise BundleError(
@@ -375,7 +375,7 @@ def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> N
             for shard in shards.values()
         ):
             raise BundleError(
-                f"{where}{name}: weight_map: must name safetensors files beside it; save the weights again"
+                f"{where}{name}: weight_map: must name safetensors files in the same folder; save the weights again"
             )
 
 

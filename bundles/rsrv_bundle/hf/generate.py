@@ -195,7 +195,7 @@ def _prompts(
         tokens = ours.encode(question)
         if tokens != tokenizer(text, add_special_tokens=not chat)["input_ids"]:
             raise BundleError(
-                f"the prompt '{question:.40}' has other tokens than transformers'; its template cannot be served"
+                f"rsrv and transformers make different tokens from the prompt '{question:.40}', so the template cannot be served"
             )
         if 0 < len(tokens) <= most:
             fitting.append(tokens)

@@ -87,7 +87,7 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
     where = "preprocessor_config.json"
     for name in _UNKNOWN:
         if get(name):
-            raise BundleError(f"{where}: {name}: there is no hook for it")
+            raise BundleError(f"{where}: {name}: rsrv has no hook for this step")
     size = _sides("size", get("size"))
     if get("do_pad"):
         _sides("pad_size", get("pad_size"))
@@ -127,7 +127,7 @@ def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
         step = int(get(name) or 1)
         if exact is not None and step > 1 and any(side % step for side in exact):
             raise BundleError(
-                f"{where}: {name}: all sides are multiples of {step}, and {exact[0]},{exact[1]} are not; pass another --image-size"
+                f"{where}: {name}: all sides must be multiples of {step}, but {exact[0]},{exact[1]} are not; pass another --image-size"
             )
     factor = float(get("rescale_factor") or 1 / 255) if get("do_rescale") else 1.0
     mean, std = (get("image_mean"), get("image_std")) if get("do_normalize") else (0.0, 1.0)

@@ -111,7 +111,7 @@ def load_model(
         )
     if report.get("mismatched_keys"):
         raise BundleError(
-            f"the weight {min(report['mismatched_keys'])!s:.200} has another shape than config.json says; save the model again"
+            f"the weight {min(report['mismatched_keys'])!s:.200} does not have the shape that follows from config.json; save the model again"
         )
     return model.eval()
 
@@ -165,7 +165,7 @@ def check_tokenizer(tokenizer: Any, longest: int) -> None:
     for part in ("normalizer", "decoder"):
         if (growth := growth_of(document.get(part))) > _MAX_GROWTH:
             raise BundleError(
-                f"tokenizer.json: {part}: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed: shorten its replacements"
+                f"tokenizer.json: {part}: may make {growth:,} characters of one character; {_MAX_GROWTH} are allowed: shorten the replacements"
             )
     longest_token = max(map(len, tokenizer.get_vocab()), default=0)
     if longest_token > _MAX_TOKEN:

@@ -87,7 +87,7 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
         raise BundleError(problems[:20])
     for output in (output for output, always in empty.items() if always):
         put(
-            f"{bundle.name}: {output} is empty for all samples, which proves little; give your own with --samples",
+            f"{bundle.name}: {output} is empty for all samples, which proves little; give your own samples with --samples",
             sys.stderr,
         )
     return errors

@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 #: Place of the client's text in a template of the manifest.
 TEXT: Final = "{text}"
 _WHERE: Final = "chat_template"
-_SIMPLER: Final = "give the directory a simpler one, or none"
+_SIMPLER: Final = "give the directory a simpler template, or none"
 
 
 def prompt_template(source: str, special: Mapping[str, str]) -> str:
@@ -37,7 +37,7 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
     (text,) = prompts(source, special, [TEXT])
     if text.count(TEXT) != 1:
         raise BundleError(
-            f"{_WHERE}: has the question {text.count(TEXT)} times, and once is needed; {_SIMPLER}"
+            f"{_WHERE}: contains the question {text.count(TEXT)} times, but must contain it once; {_SIMPLER}"
         )
     return text
 
@@ -86,7 +86,9 @@ def render(source: str, special: Mapping[str, str], questions: Sequence[str]) ->
     )
     environment.globals["raise_exception"] = fail
     # A bundle would keep the date of the export as today's date.
-    environment.globals["strftime_now"] = lambda _: fail("it asks for the date, which a bundle cannot have")
+    environment.globals["strftime_now"] = lambda _: fail(
+        "the template asks for the date, which a bundle does not know"
+    )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     template = environment.from_string(source)
     values: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}

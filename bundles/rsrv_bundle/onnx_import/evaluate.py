@@ -234,7 +234,7 @@ def _schema(context: Context) -> Any:
         return onnx.defs.get_schema(node.op, context.opset, node.domain)
     except onnx.defs.SchemaError:
         cure = (
-            "take the file as it was before onnxruntime's optimiser, or quantise it with quant_format=QuantFormat.QDQ"
+            "use the file from before onnxruntime's optimiser, or quantise it with quant_format=QuantFormat.QDQ"
             if node.domain == MICROSOFT
             else "if the model comes from PyTorch or JAX, export it from there, or cut the model before this node with --outputs"
         )

@@ -30,10 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="alternating rounds (%(default)s)")
     parser.add_argument(
-        "--window", type=float, default=0.8, metavar="S", help="seconds; a sample is three (%(default)s)"
+        "--window",
+        type=float,
+        default=0.8,
+        metavar="S",
+        help="seconds of a window; a sample has three windows (%(default)s)",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--quick", action="store_true", help="one short round: does it work at all")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short round, only to see that everything works"
+    )
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.window = 1, 0.3

@@ -45,9 +45,11 @@ IN_FLIGHT = {False: 8, True: 2}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return the exit status, which is 0 if everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.real", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of each measurement (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two short rounds, and the page stays as it is")
+    parser.add_argument("--quick", action="store_true", help="two short rounds, without a change of the page")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     options = parser.parse_args(argv)
     WORK.mkdir(parents=True, exist_ok=True)
@@ -198,7 +200,9 @@ def _ask(module: str, *arguments: str) -> str:
         [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, capture_output=True, check=False
     )
     if done.returncode:
-        raise BenchFailed(f"{module} {' '.join(arguments)} left with {done.returncode}:\n{done.stderr}")
+        raise BenchFailed(
+            f"{module} {' '.join(arguments)} exited with status {done.returncode}:\n{done.stderr}"
+        )
     return done.stdout.strip()
 
 

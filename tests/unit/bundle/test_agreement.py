@@ -147,9 +147,9 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        (lambda x: x, "returns 'y' as [4, 3], the bundle as [-1, 2]"),
-        (lambda x: {"z": x}, "the source: outputs: y: the model returns z"),
-        (lambda x: (), "the source: outputs: the model returns 0 arrays, output_names are ['y']"),
+        (lambda x: x, "returns 'y' as [4, 3], but the bundle returns [-1, 2]"),
+        (lambda x: {"z": x}, "the source: outputs: y: the model has no such output; it returns z"),
+        (lambda x: (), "the source: outputs: the model returns 0 arrays, but output_names are ['y']"),
         (lambda z: z, "raised TypeError: "),
     ],
 )
@@ -209,7 +209,10 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
         seen.update(i.tolist())
         return table[i]
 
-    with pytest.raises(SourceError, match=r"IndexError: .*; if it takes only some integers, give an example"):
+    with pytest.raises(
+        SourceError,
+        match=r"IndexError: .*; if the model accepts only some integers, let the factory also return example inputs",
+    ):
         lines_of(bundle, Comparison(source))
     for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
         seen.clear()
@@ -311,7 +314,7 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--store"], "belong to --numerics"),
+        (["--store"], "need --numerics"),
         (["--numerics", "--no-signatures"], "leave out --no-signatures"),
         (["--numerics", "--tolerance", "f33=1"], "no element type 'f33'"),
         (["--numerics", "--tolerance", "f32"], "'f32': write TYPE=ERROR, e.g. f32=1e-3"),
@@ -322,7 +325,7 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
         (["--numerics", "--samples", __file__], "is not a .npz file"),
         (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
         (["--numerics", "--torch", "nothing"], "write package.module:factory"),
-        (["--torch", "nobody:nothing"], "belong to --numerics"),
+        (["--torch", "nobody:nothing"], "need --numerics"),
         (["--numerics", "--jax", "a:b", "--torch", "a:b"], "not allowed with"),
     ],
 )
@@ -348,7 +351,7 @@ def test_samples_are_asked_as_well(
 
 @pytest.mark.parametrize(
     ("arrays", "problem"),
-    [({}, "holds no array"), ({"x": np.zeros((0, 3), np.float32)}, "x: its first axis counts the samples")],
+    [({}, "holds no array"), ({"x": np.zeros((0, 3), np.float32)}, "x: the first axis counts the samples")],
 )
 def test_samples_that_are_none_are_refused(
     exported: Path,
@@ -396,7 +399,7 @@ def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
     ("samples", "problem"),
     [
         ({"z": np.zeros(3)}, "samples: are z; the model takes x"),
-        ({"x": np.zeros((2, 3))}, "samples: x: is float64, the model takes f32"),
+        ({"x": np.zeros((2, 3))}, "samples: x: is float64, but the model takes f32"),
         ({"x": np.float32(1)}, "samples: x: has no axes"),
         (
             {"x": np.zeros((2, 4), np.float32)},

@@ -69,8 +69,8 @@ def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("result", "names", "message"),
     [
-        ((1, 2), ["a"], "outputs: the model returns 2 arrays, output_names are ['a']"),
-        ({"a": 1}, ["b"], "outputs: the model returns ['a'], output_names says ['b']"),
+        ((1, 2), ["a"], "outputs: the model returns 2 arrays, but output_names are ['a']"),
+        ({"a": 1}, ["b"], "outputs: the model returns ['a'], but output_names are ['b']"),
         ({"a": (1,), "a_0": 2}, None, "outputs: a_0: two have this name; rename one"),
     ],
 )
@@ -113,8 +113,8 @@ def test_inputs_go_by_name_where_they_can(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a", "x"], "x: the model takes (a, b, c); name the inputs as it does"),
-        (["b"], "a: the model takes (a, b, c), and this one has no default; give it"),
+        (["a", "x"], "x: the model has no such input; it takes (a, b, c), so use these names"),
+        (["b"], "a: the model takes (a, b, c), and this input has no default; give this input"),
     ],
 )
 def test_inputs_that_a_model_does_not_take_are_refused(names: list[str], message: str) -> None:

@@ -33,7 +33,7 @@ def test_good_bundles_print_one_line_each_and_exit_0(
     )
     assert cli.main(["check", str(tmp_path / "m"), str(meta), str(mixed)]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"ok {tmp_path / 'm'}: format 3, batch sizes 1 2, 1 weights, 4 bytes, sha256 ")
+    assert first.startswith(f"ok {tmp_path / 'm'}: format 3, batch sizes 1 2, 1 weight, 4 bytes, sha256 ")
     assert second.startswith(f"ok {meta}: format 3, meta model of 2 calls, hooks, sha256 ")
     assert third.startswith(f"ok {mixed}: format 3, meta model of 1 calls and 1 external, hooks, sha256 ")
 

@@ -232,7 +232,7 @@ def test_files_of_the_hooks_are_copied(tmp_path: Path) -> None:
         ({"batch_axis": None}, "batch_sizes: no input has a batch axis, so it must be empty"),
         ({"batch_axis": 2}, "x: has 2 axes, so axis 2 cannot be its batch axis"),
         ({"axes": {"x": "nab"}}, "axes: x: 'nab' names 3 axes"),
-        *(({"axes": {"x": letters}}, f"'{letters}' names two axes alike") for letters in ("nn", "nb", "aa")),
+        *(({"axes": {"x": letters}}, f"'{letters}' uses a letter twice") for letters in ("nn", "nb", "aa")),
         (
             {"axes": {"output": "cn"}},
             "axes: output: 'cn' does not fit the output's shape (1, 2), whose batch axis is 0",
@@ -247,11 +247,14 @@ def test_files_of_the_hooks_are_copied(tmp_path: Path) -> None:
             "axes: output: 'n' does not fit the output's shape (), which has no batch axis",
         ),
         ({"input_shapes": [{"h": 2}]}, "input_shapes: h: no input has such an axis"),
-        ({"outputs": ["b"]}, "outputs: b: the model returns output"),
-        ({"output_names": ["a", "b"]}, "outputs: the model returns 1 arrays, output_names are ['a', 'b']"),
+        ({"outputs": ["b"]}, "outputs: b: the model has no such output; it returns output"),
+        (
+            {"output_names": ["a", "b"]},
+            "outputs: the model returns 1 arrays, but output_names are ['a', 'b']",
+        ),
         (
             {"fn": lambda p, x: {"a": x}, "output_names": ["b"]},
-            "outputs: the model returns ['a'], output_names says ['b']",
+            "outputs: the model returns ['a'], but output_names are ['b']",
         ),
         ({"fn": lambda p, x: x.sum()}, "outputs: output: has 0 axes that grow with the batch"),
         ({"fn": lambda p, x: x @ x.T}, "outputs: output: has 2 axes that grow with the batch"),

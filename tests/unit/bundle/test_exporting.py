@@ -110,9 +110,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         (
             ["--jax", ":pair", "--input", "x=f32[3]"],
-            "2 modules, 1 weights, 24 bytes, at most 0 from the model",
+            "2 modules, 1 weight, 24 bytes, at most 0 from the model",
         ),
-        (["--jax", ":with_examples"], "2 modules, 1 weights, 24 bytes, at most 0 from the model"),
+        (["--jax", ":with_examples"], "2 modules, 1 weight, 24 bytes, at most 0 from the model"),
         (["--nnx", ":nnx_net"], "2 modules, 2 weights, 32 bytes"),
         (["--equinox", ":equinox_net"], "2 modules, 2 weights, 32 bytes"),
         pytest.param(
@@ -170,9 +170,13 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
         (["--jax", ":raises", *INPUT], 2, ":raises: raised ValueError: no weights here"),
         (["--jax", ":nothing", *INPUT], 2, "has no 'nothing'"),
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
-        (["--jax", ":torch_net", *INPUT], 2, ":torch_net: must give a JAX function of parameters and inputs"),
+        (
+            ["--jax", ":torch_net", *INPUT],
+            2,
+            ":torch_net: must return a JAX function of parameters and inputs",
+        ),
         (["--jax", "", *INPUT], 2, "write package.module:factory"),
-        (["--jax", ":KERNEL", *INPUT], 2, ":KERNEL: must give a JAX function"),
+        (["--jax", ":KERNEL", *INPUT], 2, ":KERNEL: must return a JAX function"),
         (["--nnx", ":linen_net", *INPUT], 2, ":linen_net: is a Flax Linen module; export it with --jax"),
         (["--nnx", ":LINEN", *INPUT], 2, ":LINEN: is a Flax Linen module; export it with --jax"),
         (
@@ -238,7 +242,8 @@ def test_an_export_says_what_it_assumed_and_what_is_next(
     assert cli.main([*export, "-o", "out/m"]) == 0
     _, assumed, command = capsys.readouterr().out.splitlines()
     assert (
-        assumed == "no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them"
+        assumed
+        == "no batch axis: requests run one at a time; with --batch-sizes 1,8,32, requests can share an execution"
     )
     assert command == "next: rsrv serve out/"
     assert cli.main([*export, "-o", "out/n", "--batch-sizes", "1"]) == 0
@@ -339,7 +344,7 @@ def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
     np.testing.assert_array_equal(source.examples["x"], [[0, 2, 4], [1, 3, 5]])
     [answer] = source.eager(x=np.ones((1, 3), np.float32)).values
     np.testing.assert_array_equal(answer, [[6, 9]])
-    with pytest.raises(LoadError, match=r"must give a PyTorch module.*such as `return net\.eval"):
+    with pytest.raises(LoadError, match=r"must return a PyTorch module.*such as `return net\.eval"):
         load("torch", f"{models}:with_examples")
 
 

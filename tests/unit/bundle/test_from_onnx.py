@@ -406,7 +406,7 @@ def test_an_unknown_operator_of_the_optimiser_is_refused_with_its_cure(tmp_path:
         {"x": (np.float32, [3])},
         {"y": (np.float32, [3])},
     )
-    with pytest.raises(BundleError, match="take the file as it was before onnxruntime's optimiser"):
+    with pytest.raises(BundleError, match="use the file from before onnxruntime's optimiser"):
         export(tmp_path, made)
 
 

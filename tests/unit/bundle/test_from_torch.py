@@ -176,7 +176,9 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
     assert [spec.name for spec in bundle.manifest.inputs] == ["c", "b", "a"]
     numbers = {name: np.full((1, 1), value, np.float32) for name, value in (("c", 3), ("a", 1), ("b", 2))}
     assert eager_torch(Difference().eval())(**numbers).values == (np.full((1, 1), 6, np.float32),)
-    with pytest.raises(BundleError, match=r"y: the model takes \(a, b, c, d\); name the inputs as it does"):
+    with pytest.raises(
+        BundleError, match=r"y: the model has no such input; it takes \(a, b, c, d\), so use these names"
+    ):
         export(tmp_path / "n", Difference(), {**inputs, "y": torch.zeros(1, 2)})
     with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give it"):
         export(tmp_path / "n", Difference(), {name: inputs[name] for name in "cb"})
@@ -325,7 +327,7 @@ def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
     for function, message in (
         (
             lambda x: x @ torch.ones(3, 2),
-            r"takes x \[3\], and fails with x \[1\], as the batch sizes .*cannot be multiplied.* leave out the batch",
+            r"works with x \[3\], but fails with x \[1\], which the batch sizes .*cannot be multiplied.* leave out the batch",
         ),
         (lambda x: x if x.sum() > 0 else -x, r"\d+: forward decides by .* in all requests$"),
     ):
@@ -338,7 +340,7 @@ def test_an_example_without_the_batch_axis_is_told_the_shape_that_the_module_tak
     """If a module fails with an example because the example lacks the batch axis, the error names the shape with this axis."""
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     message = (
-        r"^module: fails with input \[3, 8, 8\] \(ValueError: expected 4D input .*\), and takes input \[1, 3, 8, 8\]; give"
+        r"^module: fails with input \[3, 8, 8\] \(ValueError: expected 4D input .*\), but works with input \[1, 3, 8, 8\]; give"
         r" examples with the batch axis in front$"
     )
     with pytest.raises(BundleError, match=message):
@@ -512,7 +514,10 @@ def test_a_module_may_read_values_that_no_request_changes(
 def test_assertions_about_values_of_inputs_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statement `assert` may read values of inputs. Another decision by values on the same line is refused."""
+    """The statement `assert` may read values of inputs.
+
+    But if other code on the same line branches on a value, the export is refused.
+    """
     # pytest rewrites the assertions of its own files.
     (tmp_path / "asserting.py").write_text(
         "def forward(x):\n"

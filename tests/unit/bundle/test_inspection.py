@@ -92,7 +92,7 @@ def test_a_module_that_takes_for_ever_is_given_up(
     busy.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(busy))
     monkeypatch.setattr(inspection, "_SECONDS", 0.2)
-    with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes forever"):
+    with pytest.raises(BundleError, match=r"model\.mlir: parsing this file takes forever"):
         inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()
     assert inspector(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -106,7 +106,7 @@ def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
     monkeypatch.setattr(inspection, "_SECONDS", 0.1)
     os.kill(pid(inspector), signal.SIGSTOP)
     with pytest.raises(
-        InspectorError, match=r"model\.mlir: parsing it got 0\.0 s .* the machine is too busy"
+        InspectorError, match=r"model\.mlir: parsing this file got only 0\.0 s .* the machine is too busy"
     ):
         inspector(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()

@@ -161,7 +161,7 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
         changed(META, meta=calls([], []) | {"restartable": "yes"}),
         "meta.restartable: must be true or false, not 'yes'",
     ),
-    ("overlap", changed(META, meta=calls(["a", "b"], ["b"])), "meta.external: 'b' is in meta.calls as well"),
+    ("overlap", changed(META, meta=calls(["a", "b"], ["b"])), "meta.external: 'b' is also in meta.calls"),
     ("internal", changed(META, internal=True), "internal: only a bundle of kind 'model' has it"),
     ("no client inputs", changed(META, client_inputs=None), "client_inputs: a meta model must list"),
     ("no client outputs", changed(META, client_outputs=[]), "client_outputs: a meta model must list"),

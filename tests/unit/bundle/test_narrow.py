@@ -216,7 +216,7 @@ def test_patterns_choose_types_by_name(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["--weights", "i4"], 2, "'i4': weights can be bf16, f16, f8_e4m3, i8 or keep"),
         (["--weights", "i8,norm"], 2, "'norm': write PATTERN=TYPE, such as *.norm*=keep"),
-        (["--weights", "i8,norm*=keep"], 1, "--weights: no weight's name fits norm*"),
+        (["--weights", "i8,norm*=keep"], 1, "--weights: no weight's name matches norm*"),
         (
             ["--weights", "keep"],
             1,
@@ -400,7 +400,9 @@ def answers(x: Any) -> Any:
 
 def test_modules_for_another_platform_are_not_narrowed(tmp_path: Path) -> None:
     """Modules for another platform are refused, because they cannot be compared on this machine."""
-    with pytest.raises(BundleError, match="weights, compute: modules for cuda cannot be compared here"):
+    with pytest.raises(
+        BundleError, match="weights, compute: modules for cuda cannot be compared on this machine"
+    ):
         export(tmp_path / "m", weights="i8", platform="cuda")
 
 

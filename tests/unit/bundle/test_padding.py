@@ -140,7 +140,11 @@ def halves(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]
         (attend, {"pad": "t=0,mask=nobody"}, "no input with the axis 't' is called 'nobody'"),
         (attend, {"pad": "t=0.5,mask=mask"}, "must be a whole number that fits i32"),
         (attend, {"platform": "cuda"}, "runs the modules, which are for cuda"),
-        (attend, {"axes": {"ids": "nt", "mask": "nt", "hidden": "nxd"}}, "'nxd' must call the axis"),
+        (
+            attend,
+            {"axes": {"ids": "nt", "mask": "nt", "hidden": "nxd"}},
+            "'nxd' must have the letter t for the axis",
+        ),
     ],
 )
 def test_an_axis_whose_padding_may_change_an_answer_is_refused(

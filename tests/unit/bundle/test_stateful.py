@@ -156,7 +156,7 @@ def wrong_tree(params: Any, state: Any, x: Any) -> Any:
     ("options", "problem"),
     [
         ({"step": wrong_shape}, "step: returns the state sum as float32 [1, 2], expected float32 [1, 3]"),
-        ({"step": wrong_tree}, "step: returns the state PyTreeDef({'sum': *}), init gives"),
+        ({"step": wrong_tree}, "step: returns the state PyTreeDef({'sum': *}), but init returns"),
         ({"step": lambda params, state, x: x}, "step: must return a tuple (outputs, state)"),
         ({"slots": 0}, "slots: must be a whole number from 1 to 65536, not 0"),
         ({"slots": 3}, "takes 4 rows, but only 3 sequences have a slot"),

@@ -67,7 +67,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         with_task(kind="text-ranking", inputs={"text": "text", "text_pair": "second"}, labels=None),
         "task.outputs.scores: has 2 numbers in a row",
     ),
-    (with_task(**GENERATES), "task.kind: text-generation is the task of a bundle with the section generate"),
+    (with_task(**GENERATES), "task.kind: text-generation is the task of bundles with the section generate"),
     (changed(CLASSIFIER, internal=True), "task: clients cannot call an internal model"),
 ]
 

@@ -49,7 +49,7 @@ def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
         (b"a: 1" + b"0" * 5000, "at most 64 bits"),
         (b"a: 0x" + b"f" * 5000, "at most 64 bits"),
         (b"a: 0x1" + b"0" * 16, "at most 64 bits"),
-        (b"- &a 1\n- &b [*a]\n- &a 2\n- *b", "line 3: the anchor &a stands twice"),
+        (b"- &a 1\n- &b [*a]\n- &a 2\n- *b", "line 3: the anchor &a is defined twice"),
         (b"a: *b", "line 1: the alias *b has no anchor"),
         (b"a: !!int b", "is not supported"),
         (b"a: 1e999", "only finite numbers"),

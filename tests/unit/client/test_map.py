@@ -455,5 +455,5 @@ def test_a_client_that_is_closed_ends_the_calls_of_other_threads(server: FakeSer
 
 def test_no_request_in_flight_is_refused(client: Client) -> None:
     """in_flight=0 is refused, because no row would ever be sent."""
-    with pytest.raises(InputError, match="in_flight is 0, and has to be at least 1"):
+    with pytest.raises(InputError, match="in_flight is 0, but must be at least 1"):
         client.map("m", range(10), in_flight=0).arrays()

@@ -86,4 +86,6 @@ def test_nothing_is_sent_after_the_deadline() -> None:
     """If the next attempt would be after the deadline, the client does not retry, and the error says so."""
     full = Failure(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 1000 ms")
     assert decide(full, 1, 0.0, 1.1) == 1.0
-    assert decide(full, 1, 0.0, 1.0) == "the deadline leaves no time for another attempt"
+    assert (
+        decide(full, 1, 0.0, 1.0) == "not repeated, because the deadline leaves no time for another attempt"
+    )

@@ -55,9 +55,9 @@ def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
     """The answers of an earlier run are not used without --resume, nor for another model or another data file."""
     path = tmp_path / "out.npy.partial"
     PartialFile(path, JOB, Y_ONLY, resume=False).__exit__()
-    with pytest.raises(InputError, match="go on with --resume"):
+    with pytest.raises(InputError, match="continue it with --resume"):
         PartialFile(path, JOB, Y_ONLY, resume=False)
-    with pytest.raises(InputError, match="its input differs"):
+    with pytest.raises(InputError, match="whose input differs"):
         PartialFile(path, {**JOB, "input": ["in.npy", 1, 3]}, Y_ONLY, resume=True)
 
 
@@ -66,12 +66,12 @@ def test_a_file_that_is_in_use_or_of_others_is_left_alone(tmp_path: Path) -> Non
     path = tmp_path / "out.partial"
     with (
         PartialFile(path, JOB, Y_ONLY, resume=True),
-        pytest.raises(InputError, match="another process is writing it"),
+        pytest.raises(InputError, match="another process is writing this file"),
     ):
         PartialFile(path, JOB, Y_ONLY, resume=True)
     for content in (b"half a download", b"\x00\xff\n[1]\n", b"[1]\n"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="is not a file of rsrv map"):
+        with pytest.raises(InputError, match="was not written by rsrv map"):
             PartialFile(path, JOB, Y_ONLY, resume=True)
         assert path.read_bytes() == content
 

@@ -90,7 +90,9 @@ def test_a_stream_is_not_repeated_after_its_first_answer(server: FakeServer, cli
     server.before = before
     stream = client.stream("m", x=[1, 2, 3])
     assert next(stream)["y"].tolist() == [2]
-    with pytest.raises(RequestError, match=r"full; retry after 0 ms \(the answer had begun\)") as error:
+    with pytest.raises(
+        RequestError, match=r"full; retry after 0 ms \(not repeated, because the answer had begun\)"
+    ) as error:
         next(stream)
     assert error.value.tag == "QUEUE_FULL"
     assert server.requests == [[1], [2]]
@@ -179,5 +181,8 @@ def test_the_command_line_ends_the_line_of_a_broken_text(
     assert main(COMMAND) == 1
     end = capsys.readouterr()
     assert end.out == "\n"
-    assert end.err == "rsrv infer: m: [rsrv:QUEUE_FULL] full; retry after 0 ms (the answer had begun)\n"
+    assert (
+        end.err
+        == "rsrv infer: m: [rsrv:QUEUE_FULL] full; retry after 0 ms (not repeated, because the answer had begun)\n"
+    )
     assert len(teller.printed) == 4

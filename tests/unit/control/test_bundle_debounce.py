@@ -50,7 +50,7 @@ def test_two_scans_have_to_agree(debounce: BundleDebounce) -> None:
 
 def test_a_root_that_appears_is_scanned_twice_before_anything_counts_as_gone() -> None:
     """Each time a root appears, two scans of it must agree before a missing bundle counts as gone."""
-    debounce, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
+    debounce, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="does not exist")
     for now in (0.0, 1.0):
         changed(debounce, now, seen(a="1"), nowhere)
     assert (debounce.agreed, debounce.gone("x"), debounce.sightings) == (True, False, 1)
@@ -104,12 +104,12 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(debounce: BundleDebou
         assert changed(debounce, now, seen(a="1", b="1", other="-1")) == set()
     assert not debounce.was_known("other")
     (line,) = told(debounce, 4.0, seen(NEW, other="-1"))
-    assert "is a disk not mounted?" in line
+    assert "If a disk is not mounted, mount it." in line
 
 
 @pytest.mark.parametrize(
     "missing",
-    [Seen(None, trouble="is not there"), seen(NEW)],
+    [Seen(None, trouble="does not exist"), seen(NEW)],
     ids=["no directory", "what a disk is mounted on"],
 )
 def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: Seen) -> None:
@@ -118,19 +118,19 @@ def test_nothing_is_gone_with_a_missing_root(debounce: BundleDebounce, missing: 
     The loss and the return of the root are reported once each. After the return, changed bundles are reported.
     """
     (line,) = told(debounce, 2.0, missing)
-    assert "is a disk not mounted?" in line
+    assert "If a disk is not mounted, mount it." in line
     assert told(debounce, 10.0, missing) == []
     assert changed(debounce, 20.0, missing) == set()
     assert not debounce.gone("a")
     (line,) = told(debounce, 30.0, seen(NEW, a="1", c="1"))
-    assert "is back" in line
+    assert "can be read again" in line
     assert changed(debounce, 31.0, seen(NEW, a="1", c="1")) == {"b", "c"}
     assert debounce.gone("b")
 
 
 def test_a_root_that_was_never_there_may_hold_anything() -> None:
     """While a root was never seen, a bundle is gone only if its name was seen below another root."""
-    debounce, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
+    debounce, away = BundleDebounce(pause=1.0), Seen(None, trouble="does not exist")
     assert not debounce.gone("x")
     for now in (0.0, 1.0):
         changed(debounce, now, seen(a="1"), away)

@@ -206,8 +206,8 @@ async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest
             ["budget", "15 MB for weights: the allocator's memory, less a tenth and executions"],
             ["weights", "9 MB (12 MB without sharing, 25% saved), 4 MB pinned"],
             ["free", "6 MB for weights"],
-            ["kept", "500 kB of meta models' runs"],
-            ["fragmentation", "60%: the largest of the free pieces (10 MB) has 4 MB"],
+            ["kept", "500 kB for runs of meta models"],
+            ["fragmentation", "60%: of 10 MB that are free, the largest piece has 4 MB"],
             ["host", "9 MB (12 MB without sharing, 25% saved)"],
             [],
         ]
@@ -275,12 +275,12 @@ async def test_the_doctor_says_what_to_do(
         assert doctor.status == status
         lines = doctor.out.splitlines()
         if not failed:
-            assert lines[0].startswith("no findings, by the figures of the last ")
+            assert lines[0].startswith("no findings, from the figures of the last ")
             return
-        assert lines[0].startswith("1 critical, by the figures of the last ")
+        assert lines[0].startswith("1 critical, from the figures of the last ")
         assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
         assert lines[3] == "  why: its executions or loads fail"
-        assert lines[4].startswith("  do:  read the server's log, which has the whole reason of each")
+        assert lines[4].startswith("  do:  read the server's log, which has the full reason of each failure")
         (finding,) = (await rsrv("doctor", "--json")).json["findings"]
         assert (finding["name"], finding["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
         first = (await rsrv("status")).out.splitlines()[0]
@@ -333,8 +333,8 @@ async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFix
         del rsrv.server.lifecycle.failures["a"]
         assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
         rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
-        assert (await rsrv("alias")).out == "x: a 100%, b shadow (not served so: it is wrong)\n"
-        assert "not served so  it is wrong" in (await rsrv("status", "x")).out
+        assert (await rsrv("alias")).out == "x: a 100%, b shadow (not in force: it is wrong)\n"
+        assert "not in force  it is wrong" in (await rsrv("status", "x")).out
         # The alias is not a failed model.
         assert "models     2 resident\n" in (await rsrv("status")).out
         refused = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
@@ -581,7 +581,7 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
         known.clear()
         missing = await rsrv("why", "r")
         assert (missing.status, missing.out) == (1, "")
-        assert "no request 'r' is known" in missing.err
+        assert "request 'r' is not known" in missing.err
         assert (await rsrv("why", "--slowest", "a")).out.startswith("no request has ended in a runtime")
 
 
@@ -743,10 +743,10 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
 
     assert capsys.readouterr().out.splitlines() == [
         "6 a@1 failed, 0 stubs, no room ?[2J",
-        "7 a@1 has left",
+        "7 a@1 was removed",
         "the runtime does not answer",
-        "b is not as its bundle says: no manifest",
-        "all models are as their bundles say",
+        "b is not served as its bundle is now: no manifest",
+        "all models are served as their bundles are now",
     ]
 
 
@@ -785,8 +785,8 @@ async def test_an_address_without_a_server_fails_in_one_line(
         result = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
         assert result.status == 1
         assert result.err == (
-            f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: there is no such socket; check that the "
-            "server runs\n"
+            f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: this socket does not exist; check that "
+            "the server runs\n"
         )
 
 
@@ -856,14 +856,19 @@ async def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.Capt
             assert (result.status, result.out) == (0, "serving\n")
             result = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
             assert result == Said(
-                1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
+                1,
+                "",
+                "rsrv health: the token is missing, or wrong; name the file that holds the token with --token-file\n",
             )
             assert (
-                "it ended the connection; it may require TLS" in (await rsrv("health", address=address)).err
+                "the server closed the connection; it may require TLS"
+                in (await rsrv("health", address=address)).err
             )
             wrong = ["--tls-ca", str(tmp_path / "other.pem")]
             result = await rsrv("health", *wrong, address=address)
-            assert "its certificate is of another authority; name that with --tls-ca" in result.err
+            assert (
+                "was not issued by a trusted authority; name its authority's file with --tls-ca" in result.err
+            )
             result = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
             assert result.status == 1
             assert result.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
@@ -927,12 +932,14 @@ def test_several_servers_are_named_by_folder_and_port(
 
         with pytest.raises(find.NotFound) as raised:
             find.address(None)
-        assert "several servers run here: " in str(raised.value)
+        assert "several servers run on this machine: " in str(raised.value)
         assert "one/gen on 8001" in str(raised.value)
         assert "two/gen on 8011" in str(raised.value)
         assert {find.address("8001"), find.address("8010")} == addresses
         assert {find.address("one"), find.address("two/gen/")} == addresses
-        with pytest.raises(find.NotFound, match="no server here has the port or folder '8012'; running: "):
+        with pytest.raises(
+            find.NotFound, match="no server on this machine has the port or folder '8012'; running: "
+        ):
             find.address("8012")
         with pytest.raises(find.NotFound, match="several servers"):
             find.address(".")
@@ -953,7 +960,7 @@ def test_a_command_asks_the_server_of_its_folder(
             monkeypatch.chdir(tmp_path / folder)
             assert find.address(None) == addresses[server]
         monkeypatch.chdir("/")
-        with pytest.raises(find.NotFound, match="several servers run here"):
+        with pytest.raises(find.NotFound, match="several servers run on this machine"):
             find.address(None)
 
 
@@ -984,8 +991,8 @@ def test_no_server_is_found(
     """If no server is found, one line says where the command looked, and how to start a server."""
     assert cli.main(arguments) == 1
     assert capsys.readouterr().err == (
-        f"{prog}: no server of yours runs here (looked in {servers}). Start one with `rsrv serve bundles/`, or name one "
-        "elsewhere with --server HOST:PORT or --server unix:PATH\n"
+        f"{prog}: no server of this user runs on this machine (looked in {servers}). Start one with `rsrv serve bundles/`, "
+        "or name another server with --server HOST:PORT or --server unix:PATH\n"
     )
 
 
@@ -1029,7 +1036,7 @@ def test_health_names_each_model_that_does_not_serve_and_why() -> None:
         "e has failed: no manifest",
         "a failed: no room",
         "b is starting",
-        "c has no stub; it is loaded again",
+        "c has no stub process; the model is loaded again",
     ]
     assert reasons(pb.GetStatusResponse()) == [
         "a model of the repository is not loaded; the server's log says why"

@@ -215,7 +215,7 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
     state.pause(["a"], "hold")
 
     assert state.document(0)["models"] == {"a": {"paused": "hold"}}
-    assert "will not have the settings" in caplog.text
+    assert "will not have them" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["drain", None])

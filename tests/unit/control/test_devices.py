@@ -112,7 +112,9 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
         assert "; the card is full\n" in capsys.readouterr().out
         server.all[0].die()
         await until(server.runtimes, lambda: not server.runtimes.up)
-        with pytest.raises(StatusError, match="No model can serve until it is back; the card is full"):
+        with pytest.raises(
+            StatusError, match="No model can serve until a runtime answers again; the card is full"
+        ):
             await server.runtimes.records()
 
         note.unlink()

@@ -202,7 +202,7 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
         server.now[0] += 1
         server.runtime.change("a@1", entry("a", paused="hold", weights="absent"))
         lines = [(await find(events, "log"))["text"] for _ in range(2)]
-        assert lines == ["weights moved 7 times more", "a: warm"]
+        assert lines == ["7 more loads and evictions of weights", "a: warm"]
 
 
 @looped
@@ -219,7 +219,7 @@ async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path)
             "a: version new is starting",
             "a: version new is resident",
             "a: version old is leaving; version new serves",
-            "a: version old has left; version new serves",
+            "a: version old was removed; version new serves",
         ]
         server.runtime.change("a@2", entry("a", digest="new", state="cold"))
         assert (await find(events, "log"))["text"] == "a: version new is leaving; the model is cold"
@@ -234,7 +234,7 @@ async def test_failures_are_events(tmp_path: Path) -> None:
         assert (await find(events, "log", "b "))["text"] == "b has failed: no manifest"
         assert "b" in [row["name"] for row in (await find(events, "state", '"failed"'))["models"]]
         del failures["b"]
-        assert (await find(events, "log", "b "))["text"] == "b is as it should be again"
+        assert (await find(events, "log", "b "))["text"] == "b has no error any more"
         await find(events, "state", '"gone": ["b"]')
         failures["a"] = broken
         assert (await find(events, "log", "a is"))["text"] == "a is served in an older version: no manifest"

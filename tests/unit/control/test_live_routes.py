@@ -148,7 +148,7 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
         async with client.get("/live/stream") as second:
             assert (second.status, await second.text()) == (
                 503,
-                "the page has 1 watchers already; close one\n",
+                "the page already has 1 watchers; close one of them\n",
             )
 
 
@@ -221,7 +221,7 @@ TRY = json.dumps({"server": "w", "model": "a", "inputs": [1]})
 async def test_requests_of_the_form_need_the_token(
     token: bytes | None, authorization: str, body: str, status: int, text: str
 ) -> None:
-    """Requests for a model need the token and a small body. The model's answer is returned."""
+    """The page's form may send a request only with the token, and with a small body. It gets the model's answer."""
     headers = {"Authorization": authorization}
     async with page(token) as (_, client), client.post("/live/try", data=body, headers=headers) as answer:
         assert answer.status == status

@@ -266,7 +266,7 @@ async def test_a_card_without_memory_gets_no_models(tmp_path: Path) -> None:
         trial = await world.placing.trial([1], [], [])
         assert {model.name: model.placed for model in trial.status.models} == dict.fromkeys("abc", ("0",))
         assert any(
-            text.startswith("a needs 10 B of one device, and the most that a device has for weights is 0 B")
+            text.startswith("a needs 10 B of one device, but no device has more than 0 B for weights")
             for text in trial.status.warnings
         )
 
@@ -465,11 +465,11 @@ async def test_a_server_that_places_models_itself_takes_no_table(tmp_path: Path)
         with pytest.raises(grpc.aio.AioRpcError, match="mode is lpt_packing") as refused:
             await server.control.SetPlacement(pb.SetPlacementRequest())
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        with pytest.raises(grpc.aio.AioRpcError, match="this server places no models"):
+        with pytest.raises(grpc.aio.AioRpcError, match="this server does not place models"):
             await server.control.GetPlacement(pb.GetPlacementRequest(without_devices=[0]))
 
 
 def test_a_pin_to_a_device_that_is_not_listed_is_refused() -> None:
     """If the settings list the devices, a pin to another device is refused by name."""
-    with pytest.raises(SettingsError, match=r"models\.a\.devices names 2, and runtime\.devices has 2"):
+    with pytest.raises(SettingsError, match=r"models\.a\.devices names device 2, but runtime\.devices has 2"):
         load_settings("{runtime: {devices: [cpu, cpu]}, models: {a: {devices: [2]}}}")

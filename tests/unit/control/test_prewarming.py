@@ -270,4 +270,4 @@ async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest
         assert (result.status, result.err.splitlines()[-1]) == (1, "two: no manifest")
         assert result.out == "1 of 2 models are warm\n"
         wrong = await rsrv("prefetch", "--warm")
-        assert (wrong.status, "no --wait" in wrong.err) == (2, True)
+        assert (wrong.status, "neither --wait" in wrong.err) == (2, True)

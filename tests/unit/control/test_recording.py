@@ -55,7 +55,7 @@ async def test_a_record_is_a_scenario_of_the_simulator(
 
         assert result.status == 0
         assert re.search(r"2 requests in \d+ s", result.out)
-        assert result.err == "2 requests are missing: they came faster than they were read\n"
+        assert result.err == "2 requests are missing: they arrived faster than `rsrv record` read them\n"
         assert out.read_text().splitlines() == [
             "t,model,rows,variant,deadline_s,priority,committed",
             "0.000000,a,3,0,0.250000,2,",
@@ -72,7 +72,7 @@ async def test_a_record_is_a_scenario_of_the_simulator(
         ]
         assert scenario.settings.weight_budget_bytes == 15_000_000
 
-        assert "is there already" in (await rsrv("record", str(out))).err
+        assert "already exists" in (await rsrv("record", str(out))).err
         assert "must end in .csv" in (await rsrv("record", "out.txt")).err
 
 
@@ -97,7 +97,7 @@ async def test_a_server_that_ends_leaves_its_scenario(
 
         result = await rsrv("record", str(out))
 
-        assert (result.status, "the server has gone" in result.err) == (0, True), result
+        assert (result.status, "the server does not answer any more" in result.err) == (0, True), result
         assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
 
 

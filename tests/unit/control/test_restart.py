@@ -100,7 +100,7 @@ async def test_a_model_that_does_not_return_stops_the_others(tmp_path: Path) -> 
         code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
 
         assert code is grpc.StatusCode.ABORTED
-        assert text.startswith("device 0 was restarted, and b did not return")
+        assert text.startswith("device 0 was restarted, but b did not return")
         assert commands == [(0, RESTART)]
         end(server)
 

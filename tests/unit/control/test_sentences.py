@@ -141,7 +141,7 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
     assert evicted == "07:59:49.500 cats was evicted to make room for tickets (6.5 MB)"
     assert request == (
         "07:59:50.000 request 3.17 of 3 rows for cats waited 36 ms: 26 ms for its weights, 10 ms behind defects and "
-        "other requests for it; executed with 2 others, padded to 16 in 5.2 ms; answered after 41.2 ms"
+        "other requests for this model; executed with 2 others, padded to 16 in 5.2 ms; answered after 41.2 ms"
     )
 
 
@@ -151,14 +151,14 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
         (
             pb.SlowRequest(seconds=0.5, peers_s=0.5, outcome="expired", deadline_s=0.5),
             (
-                "waited 500 ms for others to join (max_delay_us); its deadline passed: ended after 500 ms, "
+                "waited 500 ms for more requests to share its execution (max_delay_us); its deadline passed: ended after 500 ms, "
                 "with a deadline of 500 ms"
             ),
         ),
         (
             pb.SlowRequest(seconds=2.0, outcome="failed", before_s=0.012, after_s=0.003),
             (
-                "waited for nothing; failed after 2 s; its model's process took 12 ms before (preprocess, inputs) and "
+                "waited no time; failed after 2 s; its model's process took 12 ms before (preprocess, inputs) and "
                 "3 ms after (postprocess, answer)"
             ),
         ),
@@ -168,7 +168,7 @@ def test_a_slow_request_has_the_parts_of_its_time() -> None:
         ),
         (
             pb.SlowRequest(seconds=2.0, executing_s=2.0, outcome="executing", batch_requests=1),
-            "waited for nothing; executes alone for 2 s; not answered yet after 2 s",
+            "waited no time; executes alone for 2 s; not answered yet after 2 s",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_request_that_is_not_answered_has_a_sentence(slow: pb.SlowRequest, sen
     """The sentence of a request in progress, or without an execution, has the time so far and the deadline."""
     slow.number, slow.model, slow.rows, slow.call = "1.2", "a", 1, True
 
-    assert request_sentence(slow) == f"request 1.2 of 1 row for a, asked for by a meta model, {sentence}"
+    assert request_sentence(slow) == f"request 1.2 of 1 row for a, called by a meta model, {sentence}"
 
 
 def test_a_large_request_is_one_with_its_parts() -> None:

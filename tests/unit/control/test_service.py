@@ -62,7 +62,7 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
         await until(server.runtimes, lambda: server.runtimes.up)
 
         (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
-        assert (a.name, a.starting) == ("a", "its process connects again")
+        assert (a.name, a.starting) == ("a", "its process reconnects")
         assert [*a.versions] == [pb.Version(state=pb.STATE_LOADING)]
 
         following.change("a@1", entry("a"))
@@ -90,7 +90,7 @@ async def test_a_model_is_starting_also_after_the_death_of_the_next_runtime(
             await until(server.runtimes, lambda: server.runtimes.up)
 
             (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
-            assert (a.name, a.starting) == ("a", "its process connects again")
+            assert (a.name, a.starting) == ("a", "its process reconnects")
             following.die()
 
 
@@ -204,7 +204,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         (
             "SetResidency",
             pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_SYSTEM, wait=True),
-            "wait is for the residency device only",
+            "wait needs the residency device",
         ),
         ("SetPolicy", pb.SetPolicyRequest(model="a"), "at least one of weight"),
         ("Evict", pb.EvictRequest(), "target must be a model, or all"),
@@ -236,7 +236,7 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
                     name="n", targets=[pb.AliasTarget(model="a", weight=weight) for weight in (1, 2)]
                 )
             ),
-            "a model is behind the alias twice",
+            "a model is named twice in the alias",
         ),
         (
             "SetScheduler",
@@ -476,7 +476,7 @@ async def test_a_profile_that_cannot_start_says_why(tmp_path: Path, monkeypatch:
         code, text = await refusal(server.control.StartProfile(pb.StartProfileRequest()))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "profiles" in text
-        assert "XDG_CACHE_HOME chooses another folder" in text
+        assert "XDG_CACHE_HOME can name another folder" in text
 
 
 @looped

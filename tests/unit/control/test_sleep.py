@@ -217,7 +217,7 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
         precondition, wrong = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT
         assert await refusal(server.control.Sleep(pb.SleepRequest(drain_s=30))) == (
             precondition,
-            "device 0 sleeps already",
+            "device 0 is already asleep",
         )
         assert await refusal(server.control.Sleep(pb.SleepRequest(devices=[1]))) == (
             wrong,
@@ -229,7 +229,7 @@ async def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
         )
         assert await refusal(server.control.Restart(pb.RestartRequest(drain_s=30))) == (
             precondition,
-            "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
+            "device 0 sleeps, so nothing was restarted: rsrv.yaml is read again when the device wakes",
         )
 
 
@@ -255,7 +255,7 @@ async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
         code, text = await refusal(server.control.Restart(pb.RestartRequest(drain_s=30)))
         assert (code, text) == (
             grpc.StatusCode.FAILED_PRECONDITION,
-            "another restart, sleep or wake is under way; wait for its end",
+            "another restart, sleep or wake is in progress; wait until it has ended",
         )
         gate.set()
         await sleeping

@@ -235,7 +235,7 @@ def test_a_collector_that_is_not_there_is_said_once(
     assert not collector.send(spans)
 
     (line,) = caplog.messages
-    assert "traces.endpoint: http://127.0.0.1:9/v1/traces does not take spans" in line
+    assert "traces.endpoint: the collector http://127.0.0.1:9/v1/traces does not accept spans" in line
     assert len(line.rpartition(": ")[2]) > 5
 
 
@@ -260,8 +260,8 @@ def test_the_log_says_why_the_collector_fails(
         collector.send([])
 
     refused, unreachable = caplog.messages
-    assert refused.endswith("until it does: connection refused")
-    assert unreachable.endswith("until it does: no route")
+    assert refused.endswith("until it accepts them again: connection refused")
+    assert unreachable.endswith("until it accepts them again: no route")
 
 
 _SCRIPT = """

@@ -55,9 +55,9 @@ async def test_a_request_reaches_only_its_model() -> None:
         ([], "inputs must be objects"),
         ([X, 3], "inputs must be objects"),
         ([{**X, "name": None}], "inputs must be objects"),
-        ([{**X, "shape": [2147483648, 64]}], "does not take 2 values"),
-        ([{**X, "shape": [-1, -2]}], "does not take 2 values"),
-        ([{**X, "shape": [2.0]}], "does not take 2 values"),
+        ([{**X, "shape": [2147483648, 64]}], "does not fit 2 values"),
+        ([{**X, "shape": [-1, -2]}], "does not fit 2 values"),
+        ([{**X, "shape": [2.0]}], "does not fit 2 values"),
         ([{**X, "data": [[1], [2]]}], "numbers or texts"),
     ],
 )
@@ -78,7 +78,7 @@ async def test_answers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None
         assert (await trial.infer(address, "a", [X]))[0] == 307
         assert len(requests) == 1
         monkeypatch.setattr(trial, "_MAX_ANSWER", 99)
-        with pytest.raises(PageError, match="use the command"):
+        with pytest.raises(PageError, match="with the command on the page"):
             await trial.infer(address, "a", [X])
     with pytest.raises(PageError, match="does not answer"):
         await trial.infer(address, "a", [X])

@@ -158,7 +158,7 @@ async def test_without_a_thread_for_notices_the_periodic_scans_stay(
         patched.setattr(threading.Thread, "start", start)
         await _listen([root], Notices())
 
-    assert "no notices of changes of bundles (can't start new thread)" in caplog.text
+    assert "does not report changes of bundles (can't start new thread)" in caplog.text
 
 
 def test_directories_a_thousand_deep_end_no_scan(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ async def test_ready_with_a_worker_and_healthy_without() -> None:
     """The gateway is healthy while it runs. It is ready while it accepts requests and a worker answers."""
     world = World(a="m")
     async with watched(world) as url:
-        assert await get(f"{url}/readyz") == (503, "the gateway is starting or ending\n")
+        assert await get(f"{url}/readyz") == (503, "the gateway is starting or stopping\n")
         assert await get(f"{url}/healthz") == (200, "ok\n")
         async with world.running():
             assert await get(f"{url}/readyz") == (200, "ok\n")

@@ -319,7 +319,7 @@ async def test_errors_reach_clients_in_their_protocol(tmp_path: Path) -> None:
 
 @looped
 async def test_when_a_server_dies_envoy_asks_the_next_one_named(tmp_path: Path) -> None:
-    """Over both protocols, requests to a dead server, or without an answer from it, are sent to the model's next server."""
+    """If a server dies, new requests go to the model's next server, and so does a request that waited for an answer."""
     async with street(tmp_path) as town:
         assert (await town.infer("m")).model_version == "b"
         arrived = asyncio.Event()

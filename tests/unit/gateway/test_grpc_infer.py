@@ -321,7 +321,7 @@ async def test_calls_that_come_at_the_end(monkeypatch: pytest.MonkeyPatch) -> No
             await asyncio.sleep(0)
         await house.proxy.drain(60)
 
-        assert set(await asyncio.gather(*calling)) == {("UNAVAILABLE", "the gateway ends")}
+        assert set(await asyncio.gather(*calling)) == {("UNAVAILABLE", "the gateway is stopping")}
 
 
 def killed_by_it(relay: Relay) -> Handler:

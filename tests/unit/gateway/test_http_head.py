@@ -222,7 +222,7 @@ def test_only_the_pattern_is_stored() -> None:
     ids=["numbers", "rows", "nested", "texts", "escaped", "long"],
 )
 def test_data_are_skipped_fast(data: Any) -> None:
-    """Tensors before the id are skipped in C, many values with each call, when the body arrives in a connection's pieces."""
+    """If the body arrives in pieces, a few calls into C skip the tensors before the id, each call many values."""
     document = {"inputs": [{"name": "X", "shape": [1], "data": data}], "parameters": {"sequence_id": "s"}}
     body = json.dumps(document).encode()
     head = HttpHead("infer", None, None, 1 << 30)

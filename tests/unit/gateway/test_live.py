@@ -165,7 +165,7 @@ async def test_a_stream_that_ends_is_reported_and_starts_again() -> None:
         await find(events, "a:8001", "begin")
         controls["a"].more.put_nowait(None)
         state = await find(events, "a:8001", "state")
-        assert (state["up"], state["t"], state["why"]) == (False, 7.0, "its control service ended")
+        assert (state["up"], state["t"], state["why"]) == (False, 7.0, "the server's control service ended")
         await find(events, "a:8001", "begin")
 
 

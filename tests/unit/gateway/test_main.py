@@ -273,7 +273,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         log = await running.end()
         assert running.process.returncode == 0
-        assert "ended with requests in flight" in log
+        assert "the gateway ended while requests were in flight" in log
         with pytest.raises(grpc.aio.AioRpcError):
             await waiting
 

@@ -185,7 +185,7 @@ def test_without_a_thread_the_file_is_read_all_the_same(
             patched.setattr(threading.Thread, "start", start)
             changed = asyncio.Event()
             running = asyncio.create_task(members.run(changed.set))
-            while "not notified (can't start new thread)" not in caplog.text:
+            while "(can't start new thread), so the file is read" not in caplog.text:
                 await asyncio.sleep(0)
                 assert not running.done()
         await changed.wait()
@@ -234,7 +234,7 @@ def test_a_broken_file_takes_no_worker_away(
         run(members.refresh())
         assert list(members.workers()) == ["a:8001", "b:8001"]
     assert message in caplog.text
-    assert "readable again" not in caplog.text
+    assert "can be read again" not in caplog.text
 
     file.unlink()
     run(members.refresh())

@@ -74,7 +74,7 @@ class Stream:
         await self.send(request_body=pb.HttpBody(body=data, end_of_stream=end))
 
     async def end(self) -> None:
-        """End the request, and check that only answers to parts of the request's body still arrive."""
+        """Close the sending side. Check that all answers that still arrive belong to parts of the request's body."""
         await self.call.done_writing()
         while (answer := await self.call.read()) is not grpc.aio.EOF:
             assert answer.WhichOneof("response") in ("request_body", None)

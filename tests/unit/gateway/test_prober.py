@@ -222,7 +222,7 @@ async def test_metrics_of_a_control_service_are_there_or_not() -> None:
 
 @looped
 async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
-    """A worker without a runtime is alive, and has its ready models."""
+    """A worker whose runtime has ended still counts as alive, with the models that Triton reports as ready."""
     control = FakeControl()
     control.load = None
     async with serving(FakeServer(), control) as port:

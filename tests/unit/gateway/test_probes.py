@@ -299,5 +299,5 @@ def test_servers_are_told_what_changed(caplog: pytest.LogCaptureFixture) -> None
 
     run(main())
     assert [record.getMessage() for record in caplog.records] == [
-        "worker away was not told the devices of its models: no answer",
+        "worker away did not get the devices of its models: no answer",
     ]

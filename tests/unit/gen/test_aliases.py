@@ -103,7 +103,7 @@ def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> N
         ({"a": "v9"}, "a", "an alias of 'v9', which is not a bundle here"),
         ({"a": "meta"}, "a", "an alias of 'meta', which is a meta model: name a model"),
         ({"a": "part"}, "a", "an alias of 'part', which only meta models may call"),
-        ({"a": "v7", "b": "a"}, "b", "an alias of 'a', which is an alias: name the models behind it"),
+        ({"a": "v7", "b": "a"}, "b", "an alias of 'a', which is an alias: name the models of that alias"),
         ({"v7": "v8"}, "aliases.v7", "a bundle has this name: rename the alias, or the bundle"),
         ({"a/b": "v8"}, "aliases.a/b", "a model cannot have this name"),
     ],

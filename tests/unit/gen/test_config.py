@@ -205,7 +205,7 @@ def test_the_largest_variant_counts() -> None:
 
 def test_a_type_that_clients_do_not_have_is_refused_by_name() -> None:
     """A tensor of 8-bit floats for clients is refused by name."""
-    with pytest.raises(ConfigError, match="x: clients can't send or get f8_e5m2"):
+    with pytest.raises(ConfigError, match="x: clients cannot send or receive f8_e5m2"):
         render(bundle([spec("x", "nc", "f8_e5m2", c=2)], [spec("y", "n")]))
 
 

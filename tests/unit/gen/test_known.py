@@ -299,7 +299,7 @@ def test_a_bundle_that_becomes_another_kind_of_model_after_its_check_is_named(
         write_bundle(runs.bundles / "m14", "v2")
         write_bundle(runs.bundles / "m15", "v2")
         assert runs.run(status=1)[0] == {"m14": "changed"}
-    assert "m15 is skipped: it changed while it was read (m15: its kind, its hooks" in runs.complaints
+    assert "m15 is skipped: it changed while it was read (m15: the bundle's kind, hooks" in runs.complaints
     assert runs.run()[0] == {"m15": "changed"}
 
 

@@ -78,7 +78,7 @@ def test_a_meta_model_carries_its_internal_callees_and_only_they_disappear(
     assert models(gen) == {"chain", "three"}
     assert lines(capsys) == [
         "new three",
-        "new chain (carries one, two)",
+        "new chain (contains one, two)",
         "internal one (called by chain)",
         "internal two (called by chain)",
         "new rsrv.yaml",
@@ -117,7 +117,7 @@ def test_through_triton_callees_have_directories_that_are_marked(
         "new one (internal: called by chain)",
         "new three",
         "new two (internal: called by chain)",
-        "new chain (carries one, two)",
+        "new chain (contains one, two)",
     ]
     for name in ("one", "two"):
         text = (gen / name / "config.pbtxt").read_text()
@@ -219,8 +219,8 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
     capsys.readouterr()
     assert run(bundles, *options) == 0
     printed = lines(capsys)
-    assert "changed chain (carries one, two)" in printed
-    assert "unchanged other (carries two)" in printed
+    assert "changed chain (contains one, two)" in printed
+    assert "unchanged other (contains two)" in printed
     assert files(gen / "chain/1/calls/one") == files(bundles / "one")
 
 

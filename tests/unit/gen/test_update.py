@@ -177,7 +177,7 @@ def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
     write_bundle(bundles / "one", "v2")
     done = bring(gen, bundles, write=False)
     assert "was not made by rsrv-gen" in done.of(Broken)["taken"].reason
-    assert done.of(Failed) == {"one": Failed("its bundle is changed, and nothing may be written")}
+    assert done.of(Failed) == {"one": Failed("its bundle is changed, but the repository is not updated")}
     assert text(gen, "one") == "v1 1"
 
 

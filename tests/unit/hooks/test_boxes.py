@@ -162,9 +162,9 @@ def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
 def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
     """Scores that are not floats are refused: bf16 arrives as u16, which orders differently."""
     scores = np.zeros((1, 2), dtype)
-    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+    with pytest.raises(ValueError, match=f"scores must be floats, not {np.dtype(dtype)}; hooks get bf16"):
         boxes.nms(np.zeros((1, 2, 4), np.float32), scores, 0.5)
-    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+    with pytest.raises(ValueError, match=f"scores must be floats, not {np.dtype(dtype)}; hooks get bf16"):
         boxes.best(scores, np.ones((1, 2), bool), 1)
 
 
@@ -342,7 +342,7 @@ def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
         assert pooled.dtype == np.float16
         wide = boxes.roi_align(features.astype(np.float32), corners, np.zeros(2, int), **options)
         assert (pooled == wide.astype(np.float16)).all()
-    with pytest.raises(ValueError, match="features are floats, not uint16; bf16"):
+    with pytest.raises(ValueError, match="features must be floats, not uint16; hooks get bf16"):
         boxes.roi_align(features.view(np.uint16), corners, np.zeros(2, int), size=(1, 5), scale=1)
 
 

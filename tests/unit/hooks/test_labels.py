@@ -44,9 +44,9 @@ def test_many_logits_of_16_bits_are_summed_in_32() -> None:
 def test_what_numpy_does_not_take_for_floats_is_refused(dtype: Any) -> None:
     """Types other than floats are refused, because bf16 arrives as u16, whose values are not the numbers."""
     scores = np.zeros((1, 3), dtype)
-    with pytest.raises(ValueError, match=f"logits are floats, not {np.dtype(dtype)}; bf16"):
+    with pytest.raises(ValueError, match=f"logits must be floats, not {np.dtype(dtype)}; hooks get bf16"):
         labels.softmax(scores)
-    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+    with pytest.raises(ValueError, match=f"scores must be floats, not {np.dtype(dtype)}; hooks get bf16"):
         labels.top_k(scores, 1)
 
 
@@ -83,5 +83,5 @@ def test_names_are_tensors_that_are_indexed_by_class(tmp_path: Path) -> None:
     assert texts.shape == (2, 2, 10)
     assert from_text(texts.reshape(-1, 10)) == ["élan", "cat", "chien bleu", "chien bleu"]
     assert labels.read_names(path, width=16).shape == (3, 16)
-    with pytest.raises(ValueError, match="a text of 10 bytes in rows of 9"):
+    with pytest.raises(ValueError, match="a text has 10 bytes, but a row has only 9"):
         labels.read_names(path, width=9)

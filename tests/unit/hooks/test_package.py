@@ -83,8 +83,8 @@ class Unsayable(BadInput):
 @pytest.mark.parametrize(
     ("error", "start", "longest"),
     [
-        (BadInput(), "the model does not take this request", 100),
-        (Unsayable(), "the model does not take this request", 100),
+        (BadInput(), "the model refuses this request", 100),
+        (Unsayable(), "the model refuses this request", 100),
         (BadInput("x" * 10_000_000), "xxx", 1100),
         (BadInput("not text: \udc80"), r"not text: \udc80", 20),
     ],

@@ -55,7 +55,7 @@ def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
 def test_rows_are_as_wide_as_they_are_asked_to_be() -> None:
     """Rows have the requested width. A longer text is an error."""
     assert as_text([b"\xff\0", "é"], width=3).tolist() == [[255, 0, 0], [0xC3, 0xA9, 0]]
-    with pytest.raises(ValueError, match="a text of 3 bytes in rows of 2"):
+    with pytest.raises(ValueError, match="a text has 3 bytes, but a row has only 2"):
         as_text(["abc"], width=2)
 
 
@@ -209,7 +209,7 @@ def test_a_text_that_a_regular_expression_gives_up_on_is_refused(tmp_path: Path)
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     made.save(str(tmp_path / "tokenizer.json"))
     text = "a" * 40
-    with pytest.raises(BadInput, match=r"gives up on this text: .*retry-limit"):
+    with pytest.raises(BadInput, match=r"cannot process this text: .*retry-limit"):
         Tokeniser(tmp_path / "tokenizer.json", [16])(np.array([[text.encode()]], object))
-    with pytest.raises(BadInput, match=r"gives up on this text: .*retry-limit"):
+    with pytest.raises(BadInput, match=r"cannot process this text: .*retry-limit"):
         PromptTokeniser(tmp_path / "tokenizer.json").encode(text)

@@ -241,7 +241,10 @@ def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> N
 def test_a_frame_that_is_handled_after_its_model_was_unloaded(
     program: Path, tmp_path: Path, kind: Kind
 ) -> None:
-    """A model is unloaded while the reader thread still has a frame for it. The front then serves the next model."""
+    """A model is unloaded while the reader has received a frame but not handled it. The front then serves the next model.
+
+    Only the sanitizers `address` and `thread` notice a use of freed memory.
+    """
     may_send = threading.Event()
 
     def late(connection: Connection) -> None:

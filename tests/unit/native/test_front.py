@@ -254,7 +254,7 @@ def test_a_deadline_holds_without_the_runtime(program: Path, tmp_path: Path) -> 
     with Front(program, tmp_path, [be_late]) as front:
         front.ask("open")
         assert front.ask("send 1 1 reactant_timeout_ns=1000000") == [
-            "answer 1 4 [rsrv:DEADLINE] the deadline passed before the answer was there"
+            "answer 1 4 [rsrv:DEADLINE] the deadline passed before the answer was ready"
         ]
         assert front.ask("send 2 1") == [doubled(2)]
         front.ask("close")
@@ -343,7 +343,7 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
         end.wait()
 
     end, further = threading.Event(), 1000
-    refusal = "4 [rsrv:QUEUE_FULL] the model runtime takes no requests at the moment; try again later"
+    refusal = "4 [rsrv:QUEUE_FULL] the model runtime accepts no requests at the moment; try again later"
     with Front(driver("undefined"), tmp_path, [sleep]) as front:
         front.ask("open")
         front.tell("batch 0 5000")
@@ -768,7 +768,7 @@ def test_a_further_device_whose_runtime_does_not_start_is_left_alone_for_a_while
         failure = front.directory(1) / paths.FAILURE
         assert failure.read_text() == ENDED_SILENTLY % "/bin/false"
         failure.write_text("another server holds the card")
-        text = "no runtime yet: another server holds the card"
+        text = "no connection to the runtime yet: another server holds the card"
         wait_until(lambda: text in log.read_text(), what="the next attempt")
         assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
 

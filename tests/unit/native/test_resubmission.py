@@ -309,7 +309,7 @@ def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: P
         before = resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE)
         front.ask("open")
         front.tell("batch 1 1")
-        wait_until(lambda: "as many open files as it may have" in log.read_text(), what="the reason")
+        wait_until(lambda: "has reached its limit of open files" in log.read_text(), what="the reason")
         resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, before)
         assert front.hear() == [doubled(1)]
         assert front.ask("close") == ["closed - ok 0 0"]

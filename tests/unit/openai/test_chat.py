@@ -82,10 +82,10 @@ async def test_a_template_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     templates = ChatTemplates()
     for template, content, reason in (
         ("{{ raise_exception('only user messages') }}", "x", "only user messages"),
-        ("{{ messages[7].content }}", "x", "refuses it"),
+        ("{{ messages[7].content }}", "x", "refuses the messages"),
         ("{{ messages[0].content[2:] }}", "x", "cuts a message in two"),
-        ("{{ ''.__class__.__mro__ }}", "x", "refuses it"),
-        ("{% if", "x", "refuses it"),
+        ("{{ ''.__class__.__mro__ }}", "x", "refuses the messages"),
+        ("{% if", "x", "refuses the messages"),
         ("{{ 'a' * 9999999999 }}", "x", "more than 512 MiB"),
         ("{{ messages[0].role.ljust(9999999999) }}", "x", "more than 512 MiB"),
         ("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", "x" * 99, "99,999 characters"),

@@ -524,10 +524,10 @@ def test_a_server_that_places_models_itself_follows_their_pins() -> None:
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"models": {"a": {"devices": [1, 5]}}}, "models.a.devices names 5, and the devices are 0 to 1"),
+        ({"models": {"a": {"devices": [1, 5]}}}, "models.a.devices names 5, but the devices are 0 to 1"),
         ({"models": {"a": {"replicas": 3}}}, "models.a.replicas is 3, but a can be on 2 devices"),
         ({"replicas": 4}, "placement.replicas is 4, but a can be on 2 devices"),
-        ({"models": {"c": {"replicas": 1}}}, "no worker serves c, named in models"),
+        ({"models": {"c": {"replicas": 1}}}, "no worker serves c, which the key `models` names"),
     ],
 )
 def test_wishes_that_cannot_be_fulfilled_are_warned_of(changes: dict[str, object], warning: str) -> None:
@@ -545,7 +545,7 @@ def test_a_model_larger_than_every_device_is_warned_of() -> None:
     scene.settle()
 
     assert any(
-        warning.startswith("a needs 3 kB of one device, and the most that a device has for weights is 2 kB")
+        warning.startswith("a needs 3 kB of one device, but no device has more than 2 kB for weights")
         for warning in scene.status().warnings
     )
 

@@ -55,7 +55,9 @@ def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
     complaint = Budget(100, 101, 0).warning(50)
 
     assert complaint is not None
-    assert complaint.startswith("pinned models take 101 bytes of the device, and weights may take 100")
+    assert complaint.startswith(
+        "pinned models take 101 bytes of the device, more than the 100 bytes for weights"
+    )
     assert "models.NAME.residency" in complaint
     assert "runtime.weight_budget_bytes" in complaint
 
@@ -65,5 +67,5 @@ def test_a_model_that_does_not_fit_is_named_with_what_is_left_for_it() -> None:
     complaint = Budget(100, 40, 60).warning(61)
 
     assert complaint is not None
-    assert "takes 61 bytes of the device, and 40 pinned bytes of 100 leave 60" in complaint
+    assert "takes 61 bytes of the device, but pinned models leave only 60 of 100" in complaint
     assert "unpin models" in complaint

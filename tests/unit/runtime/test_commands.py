@@ -472,9 +472,12 @@ def test_a_profile_is_recorded_in_a_private_directory(
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert (directory / "trace").exists()
         again = operator.do("profile", directory=str(tmp_path / "third"))
-        assert again == {"error": "a profile runs already: stop it first", "code": "FAILED_PRECONDITION"}
+        assert again == {
+            "error": "a profile is already being recorded: stop it first",
+            "code": "FAILED_PRECONDITION",
+        }
         assert operator.do("profile") == {}
-    assert operator.do("profile") == {"error": "no profile runs", "code": "FAILED_PRECONDITION"}
+    assert operator.do("profile") == {"error": "no profile is being recorded", "code": "FAILED_PRECONDITION"}
 
 
 def test_commands_that_follow_a_profile_are_answered_after_it(

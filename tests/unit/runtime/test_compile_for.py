@@ -91,7 +91,7 @@ def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
 
     output = capsys.readouterr().out
     assert "1 left to the server" in output
-    assert "`rsrv gpu profile` on such a card has the tuning" in output
+    assert "Run `rsrv gpu profile` on such a card" in output
     assert stored(repository) == {"cats": b"miaow", "dogs": None}
     monkeypatch.setattr(FakeCompiler, "compile", None)
     assert compile_for.main([str(repository), "l4"]) == 0

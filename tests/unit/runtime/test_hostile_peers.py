@@ -138,7 +138,8 @@ def test_a_stub_of_another_version_learns_what_to_do(
     os.close(fds[0])
     monkeypatch.setattr(frames, "PROTOCOL_VERSION", 1)
     with pytest.raises(
-        frames.ProtocolError, match=r"version \d+ of the protocol, this side 1: .* restart tritonserver"
+        frames.ProtocolError,
+        match=r"version \d+ of the protocol, and this side uses 1: .* restart tritonserver",
     ):
         frames.check_hello(bytes(welcome))
     with pytest.raises(Closed):
@@ -286,11 +287,11 @@ def test_connections_without_end_wait_outside(
     waiting.settimeout(0.1)
     with pytest.raises(TimeoutError):
         Receiver(waiting).receive()
-    assert "room for 20 connections (about 6 models), with the 296 files that may be open" in caplog.messages
+    assert "room for 20 connections (about 6 models), because 296 files may be open" in caplog.messages
     (line,) = wait_until(
-        lambda: {line for line in caplog.messages if "cannot take another connection" in line}
+        lambda: {line for line in caplog.messages if "cannot accept another connection" in line}
     )
-    assert "20 connections (about 6 models) are the limit" in line
+    assert "the limit is 20 connections (about 6 models)" in line
     assert "raise the hard limit of open files (296)" in line
     for sock in crowd[:40]:
         sock.close()

@@ -384,7 +384,7 @@ def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.
 
     for count in (1, 1 << 18):
         upload(count)
-    with pytest.raises(OutOfMemory, match="the host has 1048576"):
+    with pytest.raises(OutOfMemory, match="host memory are needed, and 1048576 are free"):
         upload(1 << 19)
 
 

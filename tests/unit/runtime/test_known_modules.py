@@ -167,7 +167,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     assert modules.entry("a", "elsewhere") is None
     assert modules.entry("c", "here") == "other"
     assert [record.getMessage() for record in logged_here(caplog)] == [
-        f"{path}: damaged lines: 4; what they name is parsed again"
+        f"{path} has 4 damaged lines; their modules are parsed again"
     ]
     assert not modules
     assert path.read_text().count("key") == 1

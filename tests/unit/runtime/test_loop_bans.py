@@ -102,6 +102,6 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
     assert [on_loop(dispatch) for dispatch in range(5)] == [True, True, True, False, False]
     assert executor.bans.count == 1
     (record,) = logged_here(caplog)
-    assert "A thread executes the model for the next 60 s" in record.getMessage()
+    assert "A separate thread executes the model for the next 60 s" in record.getMessage()
     now += BAN_S
     assert on_loop(5)

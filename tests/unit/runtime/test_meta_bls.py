@@ -198,7 +198,7 @@ def test_an_internal_model_serves_running_meta_models_only(
     pause.go()
     assert_y(answer_of(client_request), rows(1, 8))
     answer = triton.ask("b", claim(token))
-    assert_fails(answer, FakeError.NOT_FOUND, "over")
+    assert_fails(answer, FakeError.NOT_FOUND, "has ended")
 
 
 def test_a_sub_call_with_a_later_deadline_ends_with_its_run(

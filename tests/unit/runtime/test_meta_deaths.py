@@ -384,7 +384,7 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
     deaths.replace(engine)
     assert engine.execute([late]) is None
 
-    assert_fails(answer_of(late), FakeError.INTERNAL, "by another request, which is over")
+    assert_fails(answer_of(late), FakeError.INTERNAL, "by another request, which has ended")
     assert len(tensors) == 2
 
 

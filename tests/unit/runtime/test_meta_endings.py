@@ -147,7 +147,7 @@ def test_call_is_of_no_use_after_its_run_or_to_another_thread(
         thread = threading.Thread(target=use, args=[call])
         thread.start()
         thread.join()
-        assert all("stage 'a': call is for the thread" in text for text in messages), messages
+        assert all("stage 'a': `call` works only on the thread" in text for text in messages), messages
         return call("a", inputs)  # type: ignore[no-any-return]
 
     engine = start_meta(runtime, run, "a")

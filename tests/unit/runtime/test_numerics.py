@@ -178,7 +178,7 @@ def test_tf32_refuses_hardware_without_it(hardware: Hardware, why: str) -> None:
     device = FakeDevice(lambda inputs, weights: [])
     device.hardware = hardware
 
-    with pytest.raises(DeviceError, match=f"^runtime.numerics is tf32, and {why}.*; set it to auto or f32"):
+    with pytest.raises(DeviceError, match=f"^runtime.numerics is tf32, but {why}.*; set it to auto or f32"):
         probe(device, "tf32")
 
 
@@ -227,7 +227,7 @@ def test_the_process_keeps_to_the_setting() -> None:
 
 def test_tf32_on_a_cpu_is_refused_with_the_settings() -> None:
     """The settings are refused if `numerics` is `tf32` and `platform` is `cpu`."""
-    with pytest.raises(SettingsError, match="numerics: tf32 cannot be had with platform: cpu"):
+    with pytest.raises(SettingsError, match="numerics: tf32 needs a GPU, because platform: cpu"):
         load_settings("runtime: {numerics: tf32, platform: cpu}")
 
 
@@ -319,7 +319,7 @@ def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
     """With `tf32` on a CPU, each model is rejected with the reason."""
     runtime = start_runtime(load_settings(settings_text("tf32")))
     for _ in range(2):
-        with pytest.raises(Rejected, match="numerics is tf32, and the models would run on a CPU"):
+        with pytest.raises(Rejected, match="numerics is tf32, but the models would run on a CPU"):
             runtime.connect().register({"model": "doubling", "bundle": str(doubling)})
     assert runtime.alive
 

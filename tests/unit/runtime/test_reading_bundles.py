@@ -173,12 +173,12 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
         lanes[name] = runtime.request_model(model=name, bundle=str(doublings[name]), asked=True)
         if name == "a":
             assert heard("a") == "it waits for its turn to be built"
-            assert heard("a") == "its modules are read, and none is compiled yet"
+            assert heard("a") == "its modules have been read, and none is compiled yet"
     assert heard("b") == "its bundle waits to be read"
     runtime.device.compiles.set()
     for done in range(1, 4):
         assert heard("a") == f"{done} of its 3 modules are compiled"
-    assert heard("a") == "it is compiled, and its weights load"
+    assert heard("a") == "it is compiled, and its weights are being loaded"
     assert heard("a") == "it is compiled, and being warmed up"
     for lane in lanes.values():
         wait_until_served(lane)

@@ -178,7 +178,7 @@ def test_a_start_is_refused_where_none_may_wait() -> None:
     house.ask(1, START)
     assert house.refused[house.ask(2, START)] == (
         Status.QUEUE_FULL,
-        "all 1 slots for sequences of this model are taken; retry later",
+        "all 1 slots for sequences of this model are in use; retry later",
     )
     house.check()
 

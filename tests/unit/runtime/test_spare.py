@@ -166,7 +166,7 @@ def children() -> Children:
         ("no module named jax", "the next runtime could not serve: no module named jax"),
         (
             "speaks version 1",
-            "the next runtime could not serve: it speaks version 1 of the protocol, and the stubs speak",
+            "the next runtime could not serve: it speaks version 1 of the protocol, but the stubs use version",
         ),
     ],
 )

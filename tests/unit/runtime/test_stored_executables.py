@@ -71,10 +71,10 @@ def test_a_new_file_replaces_the_old_one_and_leaves_nothing_beside_it(stored: Pa
     [
         (
             {"card": "Tesla T4", "capability": "7.5"},
-            "its card: NVIDIA L4, here: Tesla T4, its capability: 8.9, here: 7.5",
+            "card NVIDIA L4 (here: Tesla T4), capability 8.9 (here: 7.5)",
         ),
-        ({"versions": "jax 0.11.0"}, "its versions: jax 0.10.2, here: jax 0.11.0"),
-        ({"flags": "--xla_gpu_autotune_level=0"}, "its flags: none, here: --xla_gpu_autotune_level=0"),
+        ({"versions": "jax 0.11.0"}, "versions jax 0.10.2 (here: jax 0.11.0)"),
+        ({"flags": "--xla_gpu_autotune_level=0"}, "flags none (here: --xla_gpu_autotune_level=0)"),
     ],
 )
 def test_another_target_compiles_and_one_line_says_what_differs(
@@ -83,7 +83,9 @@ def test_another_target_compiles_and_one_line_says_what_differs(
     """If a file is for another card, version or flag, models are compiled. The log has one line with the difference."""
     assert find_executables(stored.parent, replace(HERE, **change)) is None
     (record,) = logged_here(caplog)
-    assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
+    assert (
+        record.getMessage() == f"no stored executable is used, and models are compiled: {stored} is for {why}"
+    )
 
 
 def test_files_for_other_cards_lie_beside_the_one_that_is_used(

@@ -327,7 +327,11 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     wait_until(lambda: engine.session.reading is None)
     wait_until(lambda: engine._process.front.snapshot.waiting)
     assert (
-        sum("runtime" in message for message in caplog.messages if not message.startswith("no runtime yet"))
+        sum(
+            "runtime" in message
+            for message in caplog.messages
+            if not message.startswith("no connection to the runtime yet")
+        )
         == 1
     )
     held.append(FakeRequest({"x": ramp(1, 5)}))

@@ -166,7 +166,7 @@ def test_a_loop_that_hangs_is_found(activity: Activity, watch: Watch) -> None:
     assert watch.passes(1000) == []
     activity.round.begin(Phase.LOOPING, "")
     assert set(watch.passes(70)) == {"the loop"}
-    assert describe(*watch.found[0]) == "the loop has not come round for 65.0 s"
+    assert describe(*watch.found[0]) == "the main loop has not finished a round for 65.0 s"
 
     activity.round.begin(Phase.LOOPING, "")
     activity.short.begin(Phase.EXECUTING, "m@1")

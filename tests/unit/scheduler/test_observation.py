@@ -310,7 +310,7 @@ def test_broken_invariant_tells_the_history(machine: Driver) -> None:
     machine.arrive(machine.request())
     machine.scheduler._models["a"].queued += 1
 
-    with pytest.raises(InvariantError, match="1 counted as queued, 0 wait") as caught:
+    with pytest.raises(InvariantError, match="1 requests are counted as queued, but 0 wait") as caught:
         invariants.check(machine.scheduler)
 
     machine.scheduler._models["a"].queued -= 1

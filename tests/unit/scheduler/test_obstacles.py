@@ -38,7 +38,10 @@ def test_a_load_that_finds_no_room_tells_who_holds_it() -> None:
 
 
 def test_a_load_behind_others_names_them() -> None:
-    """A load waits for the load in progress, and then for the first load in line. The text names the model of that load."""
+    """A load waits for the load in progress, and then for the first load in line.
+
+    In both cases, the text names the model that is waited for.
+    """
     machine = machine_of(25, dogs=25, cats=25, owls=25)
     for name in ("dogs", "cats", "owls"):
         machine.arrive(machine.request(name))

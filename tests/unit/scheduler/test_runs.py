@@ -147,7 +147,7 @@ def test_the_next_of_a_run_is_of_another_variant() -> None:
 
 @every_discipline
 def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None:
-    """After a change of discipline, the oldest request of each run is still committed, even if a later one is due earlier."""
+    """If the discipline changes, the oldest request of each run still executes first, even if a younger one is due earlier."""
     driver = busy("fifo", "ab")
     urgent = driver.request("b", priority=1, deadline=5.0)
     first = driver.request("b", run=1, deadline=9.0)

@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_option(capsys: pytest
     """If a folder cannot be written, the message has the option that names another folder."""
     assert main(["serve", "--demo", "--directory", "/proc/rsrv"]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("rsrv serve: /proc/rsrv cannot hold the demo: ")
+    assert message.startswith("rsrv serve: the demo cannot be written to /proc/rsrv: ")
     assert message.endswith("Name a folder that you can write with --directory\n")
 
 
@@ -105,7 +105,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
     (tmp_path / "taken").touch()
     words = ["serve", "bundles", "--tritonserver", put_program(tmp_path / "mine")]
     assert main([*words, "--directory", str(tmp_path / "taken")]) == 1
-    assert f"rsrv serve: {tmp_path / 'taken' / 'serve.log'} cannot be the log" in capsys.readouterr().err
+    assert (
+        f"rsrv serve: the log {tmp_path / 'taken' / 'serve.log'} cannot be opened" in capsys.readouterr().err
+    )
 
 
 def test_a_full_disk_is_named_with_its_folder(

@@ -50,7 +50,7 @@ def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: 
     os.utime(models[1] / "config.json", (1, 1))
     hub.export_all(models, tmp_path / "hf", lines.append)
     assert [command[command.index("--hf") + 1] for command in exported][2:] == [str(models[1])]
-    assert lines[-2:] == [f"{models[0]}: exported before", f"{models[1]}: exporting ..."]
+    assert lines[-2:] == [f"{models[0]}: already exported", f"{models[1]}: exporting ..."]
 
 
 def test_files_with_equal_times_and_sizes_are_exported_again(
@@ -85,7 +85,7 @@ def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]
 def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list[str]]) -> None:
     """Two directories that would become the same model are refused. A missing directory is also refused."""
     same = [directory(tmp_path / part / "model") for part in ("a", "b")]
-    with pytest.raises(ServeError, match="would both be the model model; rename one"):
+    with pytest.raises(ServeError, match="would both become the model model; rename one"):
         hub.export_all(same, tmp_path / "hf", lambda _: None)
     with pytest.raises(ServeError, match="missing is not a directory"):
         hub.export_all([tmp_path / "missing"], tmp_path / "hf", lambda _: None)

@@ -100,7 +100,7 @@ def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path
         ("", "requests do not share executions, because "),
         (
             "stub: {front: native}",
-            "all models have the Python front, a process each, and requests do not share ",
+            "all models have the Python front, which takes a process for each model, and requests do not share ",
         ),
     ],
 )

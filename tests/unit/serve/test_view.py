@@ -240,7 +240,7 @@ def test_endpoints_are_what_a_client_here_connects_to() -> None:
         "serve.log",
     ]
     assert "operator-key" in lines[4]
-    assert "other machines reach 0.0.0.0 and 10.0.0.1, without TLS" in lines[5]
+    assert "other machines can connect to 0.0.0.0 and 10.0.0.1, without TLS" in lines[5]
 
 
 def test_a_server_for_this_machine_is_not_called_open() -> None:
@@ -263,7 +263,7 @@ def test_without_a_control_service_no_models_are_counted(
             async with aclosing(view.follow(plan, os.getpid(), {})) as lines:
                 return await anext(lines)
 
-    assert asyncio.run(first()) == view.Line("Serving. The log shows which models", "serves")
+    assert asyncio.run(first()) == view.Line("Serving. The log shows which models are served", "serves")
 
 
 def test_the_reason_why_no_runtime_starts_is_shown_at_once(

@@ -264,7 +264,7 @@ def test_modes_need_several_devices(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text("models: {a: {cost: {1: 0.1}}}\narrivals: []", encoding="utf-8")
 
     assert main([str(path), "--modes", "round_robin"]) == 1
-    assert "say `devices`" in capsys.readouterr().err
+    assert "the scenario needs `devices`" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -100,7 +100,7 @@ def test_batch_sizes() -> None:
     by_question = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
 
     assert by_question["batch sizes"].answer == (
-        "a: export 1 as well; leave out 8, 16, hardly used: about 87.5% less device time"
+        "a: also export 1; leave out 8, 16, which are hardly used: about 87.5% less device time"
     )
 
 
@@ -180,7 +180,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"rsrv plan: {tmp_path / 'out.yaml'} cannot be read" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", str(trace), "--p99", "50"])
-    assert "'50' is not a time as 50ms or 2s" in capsys.readouterr().err
+    assert "'50' is not a time, such as 50ms or 2s" in capsys.readouterr().err
 
     (tmp_path / "out.yaml").write_text("models: {a: {cost: {1: 0.04}}}\narrivals: []\n")
     assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 1

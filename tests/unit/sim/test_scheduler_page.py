@@ -46,5 +46,5 @@ def test_the_picture_exists_and_is_small() -> None:
 @pytest.mark.parametrize("page", ["", "<!-- a -->\n\nx\n\n<!-- end a -->\n" * 2], ids=["none", "two"])
 def test_a_table_needs_one_pair_of_marks(page: str) -> None:
     """A page must have exactly one pair of comments around the place of a table. Otherwise it would never be updated."""
-    with pytest.raises(ValueError, match="between one pair of marks"):
+    with pytest.raises(ValueError, match="exactly one pair of marks"):
         tool.rewrite(page, {"a": "| b |"})

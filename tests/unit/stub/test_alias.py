@@ -231,7 +231,7 @@ def test_each_attempt_to_load_a_target_waits_for_the_same_import(
     def serve(setup: Setup, process: object, pb_utils: object, hooks: object) -> Target:
         if setup.name == "b":
             imports.put(hooks)
-            raise HookError("model.py has been importing for 60 s")
+            raise HookError("the import of model.py has taken 60 s")
         return Target(setup.name)
 
     monkeypatch.setattr("rsrv.stub.alias.serve_model", serve)

@@ -364,7 +364,7 @@ def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
 
     assert refused.done()
     assert failure(refused).status is Status.QUEUE_FULL
-    assert "all 2 calls" in failure(refused).text
+    assert "2 calls, the limit" in failure(refused).text
     assert "'held'" in failure(refused).text
     held.answer.set()
     wait_until(lambda: bls.start("echo", {"x": X}).exception(SOON) is None, what="a call is made again")

@@ -24,8 +24,8 @@ def spot(made: Tensor, rows: int, target: Tensor, call_rows: int) -> Any:
     ("made", "rows", "why"),
     [
         (Tensor("y", "bf16", (-1, 3), 0), 2, "on the device as bf16, expected u16"),
-        (Tensor("y", "u16", (2, -1), 1), 3, "other axes for its rows"),
-        (Tensor("y", "u16", (2, 3), None), 1, "other axes for its rows"),
+        (Tensor("y", "u16", (2, -1), 1), 3, "another batch axis or number of rows"),
+        (Tensor("y", "u16", (2, 3), None), 1, "another batch axis or number of rows"),
     ],
 )
 def test_a_tensor_of_the_same_bytes_and_another_meaning_does_not_fit(

@@ -49,7 +49,7 @@ class Characters:
 
     def encode(self, text: str) -> list[int]:
         if "!" in text:
-            raise BadInput("the model's tokeniser gives up on this text")
+            raise BadInput("the model's tokeniser cannot process this text")
         return list(text.encode())
 
     def decode(self, tokens: list[int], *, special: bool = False) -> str:
@@ -428,9 +428,9 @@ def test_parameters_reach_the_runtime(model: Model) -> None:
     [
         ("", "the prompt has 0 tokens, and this model takes 1 to 15"),
         ("x" * 16, "the prompt has 16 tokens"),
-        ("x" * 2000, "text_input has 2000 bytes, far more than this model's 16 tokens hold"),
+        ("x" * 2000, "text_input has 2000 bytes, far more than fit into this model's context of 16 tokens"),
         (b"a\xff", "text_input is not UTF-8: byte 1 is 0xff"),
-        ("a!", "the model's tokeniser gives up on this text"),
+        ("a!", "the model's tokeniser cannot process this text"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, why: str) -> None:

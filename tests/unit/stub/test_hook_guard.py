@@ -202,7 +202,7 @@ def test_a_hook_that_allocates_too_much_memory_fails_and_frees_it() -> None:
             ask(lambda inputs: {"x": np.ones(4 * 10**6)})
     """)
 
-    refused = "the model's preprocess hook wants more memory than it may have"
+    refused = "the model's preprocess hook needs more memory than its limit"
     assert done.stdout.splitlines() == [refused, refused, refused, "well"] * 3, done.stderr
 
 
@@ -215,7 +215,8 @@ def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
 
     assert done.returncode == 7
     assert (
-        done.stdout == "the model's hooks keep all memory that they may have; the model is being restarted\n"
+        done.stdout
+        == "the model's hooks keep nearly all the memory that they are allowed to use; the model is being restarted\n"
     )
 
 

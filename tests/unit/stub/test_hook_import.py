@@ -127,7 +127,7 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
     limit(monkeypatch, file_import, 3)
     session = RecordingSession(rejects=rejects)
 
-    with pytest.raises(HookError, match=r"importing for \d+ s and is at line 3"):
+    with pytest.raises(HookError, match=r"has taken \d+ s and is at line 3"):
         result(file_import, session, timeout=0.1)
 
     assert "Path(" in caplog.text

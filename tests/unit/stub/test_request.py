@@ -138,9 +138,9 @@ def test_text_that_is_not_utf8_is_the_clients_fault(what: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("text", ["[1]", "{nan", '{"a": ' + "[" * 100_000, "9" * 5000, '"text"', "null"])
 def test_parameters_that_are_no_object_are_the_clients_fault(text: str) -> None:
-    """A request whose parameters are not a JSON object is the client's fault.
+    """A request whose parameters are not a JSON object fails as the client's fault, even if Triton has made the JSON invalid.
 
-    Triton itself may send invalid JSON, as it leaves out some numbers.
+    Triton leaves out some numbers, such as NaN.
     """
     request = arrived(FakeRequest({}, parameters=text))
     assert request.failure is not None

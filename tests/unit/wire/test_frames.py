@@ -104,12 +104,12 @@ def test_ids_survive(ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"magic": 1, "version": 1}, "does not speak"),
+        ({"magic": 1, "version": 1}, "does not use"),
         (
             {"magic": frames.MAGIC, "version": 99},
-            f"version 99 of the protocol, this side {frames.PROTOCOL_VERSION}",
+            f"version 99 of the protocol, and this side uses {frames.PROTOCOL_VERSION}",
         ),
-        ({}, "does not speak"),
+        ({}, "does not use"),
     ],
 )
 def test_a_wrong_greeting_is_refused_with_its_reason(body: dict[str, int], expected: str) -> None:

@@ -66,14 +66,14 @@ def _fail(options: argparse.Namespace, text: str) -> int:
 
 #: Causes and remedies of failed connections. The key is a part of gRPC's error text.
 _CAUSES = {
-    "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
-    "Hostname Verification": "its certificate is for another host; name that host with --server",
-    "Socket closed": "it ended the connection; it may require TLS (--tls-ca) or a client's certificate (--tls-cert), or not speak gRPC",
-    "HTTP/2": "that port does not speak gRPC; name the one of control.listen",
-    "Connection refused": "nothing listens there; check that the server runs, and its control.listen",
-    "No such file": "there is no such socket; check that the server runs",
-    "errors resolving": "that is neither HOST:PORT nor a known host",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS; leave out --tls and the other TLS options",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not issued by a trusted authority; name its authority's file with --tls-ca",
+    "Hostname Verification": "the server's certificate is for another host name; use that name in --server",
+    "Socket closed": "the server closed the connection; it may require TLS (--tls-ca) or a client certificate (--tls-cert), or may not serve gRPC",
+    "HTTP/2": "this port does not serve gRPC; use the port of control.listen",
+    "Connection refused": "no process listens at this address; check that the server runs, and check its control.listen",
+    "No such file": "this socket does not exist; check that the server runs",
+    "errors resolving": "the address is not HOST:PORT, or its host is unknown",
 }
 
 
@@ -88,11 +88,11 @@ def _explain(error: Any, address: str, server: "Server") -> str:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return "no answer in time; --timeout sets how long to wait"
         case grpc.StatusCode.UNAUTHENTICATED:
-            return f"{text}; name its file with --token-file"
+            return f"{text}; name the file that holds the token with --token-file"
         case grpc.StatusCode.UNIMPLEMENTED:
             return (
-                f"{address} does not know this command: it is not the control service, or not of this version "
-                f"({rsrv.__version__})"
+                f"{address} does not know this command: it is not a control service, or its version of rsrv is not "
+                f"{rsrv.__version__}"
             )
         # Explain this error only if the command names a single model. For several models or patterns, the service itself names
         # the most similar model.

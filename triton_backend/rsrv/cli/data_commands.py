@@ -196,7 +196,7 @@ def _map(client: Any, options: argparse.Namespace) -> int:
                     progress.step(count=answered.stop - answered.start)
         except BaseException:
             print(
-                f"{partial.rows} of {rows} rows are in {partial_path}; --resume goes on with the others",
+                f"{partial.rows} of {rows} rows are in {partial_path}; --resume continues with the remaining rows",
                 file=sys.stderr,
             )
             raise

@@ -73,14 +73,14 @@ def _budget(use: pb.MemoryUse) -> list[tuple[str, str]]:
     if memory.HasField("budget_bytes"):
         pairs.append(("free", f"{amount(max(0, memory.budget_bytes - memory.physical_bytes))} for weights"))
     if record.kept_bytes:
-        pairs.append(("kept", f"{amount(record.kept_bytes)} of meta models' runs"))
+        pairs.append(("kept", f"{amount(record.kept_bytes)} for runs of meta models"))
     if record.HasField("largest_free_bytes") and memory.limit_bytes > record.in_use_bytes:
         free = memory.limit_bytes - record.in_use_bytes
         scattered = percent(max(0.0, 1 - record.largest_free_bytes / free))
         pairs.append(
             (
                 "fragmentation",
-                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(record.largest_free_bytes)}",
+                f"{scattered}: of {amount(free)} that are free, the largest piece has {amount(record.largest_free_bytes)}",
             )
         )
     limit = f" of {amount(record.host_limit_bytes)}" if record.HasField("host_limit_bytes") else ""

@@ -92,7 +92,11 @@ def _health(server: Server) -> int:
             return "no server is known to the gateway: set gateway.workers"
         if dead := [worker.name for worker in workers if not worker.alive]:
             return f"these servers do not answer: {', '.join(dead)}"
-        return f"none of its {len(workers)} servers serves it" if server.options.model else "no server serves"
+        return (
+            f"none of the gateway's {len(workers)} servers serves the model"
+            if server.options.model
+            else "no server is ready"
+        )
 
     return server.health(reason)
 
@@ -114,8 +118,8 @@ def status_page(answer: pb.GetStatusResponse) -> None:
         repacks = answer.repacks
         last = f"the last ({repacks.last}) {duration(repacks.last_age_s)} ago" if repacks.last else "none yet"
         print(
-            f"repacks: {last}; {duration(repacks.device_s)} of the {duration(repacks.threshold_device_s)} of device time "
-            "to the next"
+            f"repacks: {last}; the next after {duration(repacks.threshold_device_s)} of device time, of which "
+            f"{duration(repacks.device_s)} have passed"
         )
     print_section(
         answer.workers,

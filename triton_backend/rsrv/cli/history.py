@@ -56,8 +56,8 @@ def run_why(server: Server) -> int:
     server.show(answer, why_page)
     if not answer.requests and not server.json:
         print(
-            f"no request {request!r} is known: only those in progress are, and the slowest hundred of each model in the "
-            "last hour; `rsrv why --slowest MODEL` lists these",
+            f"request {request!r} is not known: the server knows the requests in progress, and each model's slowest hundred "
+            "of the last hour, which `rsrv why --slowest MODEL` lists",
             file=sys.stderr,
         )
     return int(not answer.requests)
@@ -83,7 +83,9 @@ BEFORE and AFTER: the time in the model's own process, for its hooks and copies.
 def slowest_page(answer: pb.GetRequestsResponse) -> None:
     """Print the slowest requests of a model, and how they spent their time."""
     if not answer.requests:
-        print("no request has ended in a runtime in the last hour; one that fails in preprocess reaches none")
+        print(
+            "no request has ended in a runtime in the last hour (a request that fails in preprocess does not reach a runtime)"
+        )
         return
     now, several = time.time(), len({request.device for request in answer.requests}) > 1
     shown = answer.requests[:_MOST_SLOWEST]

@@ -90,10 +90,10 @@ def run_record(server: Server) -> int:
     path: Path = server.options.output
     scenario = path.with_suffix(".yaml")
     if path.suffix != ".csv":
-        raise CommandLineError(f"{path} must end in .csv; the scenario is written beside it")
+        raise CommandLineError(f"{path} must end in .csv; the scenario is written to the same folder")
     for output in (path, scenario):
         if output.exists():
-            raise CommandLineError(f"{output} is there already: name another file, or remove it")
+            raise CommandLineError(f"{output} already exists: name another file, or remove it")
     before, recording = _read_state(server), Recording()
     while not recording.begin(server.ask("GetArrivals", recording.question)):
         pass
@@ -108,7 +108,10 @@ def run_record(server: Server) -> int:
     try:
         served = _read_state(server)
     except grpc.RpcError:
-        print("the server has gone: its figures are those of the record's start", file=sys.stderr)
+        print(
+            "the server does not answer any more: the scenario has its figures from the start of the recording",
+            file=sys.stderr,
+        )
         served = before
     # Add the models that were removed during the record, because they have requests in the trace.
     names = {model.name for model in served.status.models}
@@ -122,10 +125,13 @@ def run_record(server: Server) -> int:
         f"{path}: {recording.counts.total()} requests in {recording.seconds:.0f} s; {scenario}: their models"
     )
     if recording.lost:
-        print(f"{recording.lost} requests are missing: they came faster than they were read", file=sys.stderr)
+        print(
+            f"{recording.lost} requests are missing: they arrived faster than `rsrv record` read them",
+            file=sys.stderr,
+        )
     if recording.replaced:
         print(
-            f"requests of about {recording.replaced * 2 * _POLL_S:g} s are missing: runtimes were replaced {recording.replaced} times",
+            f"requests of about {recording.replaced * 2 * _POLL_S:g} s are missing, because runtimes were replaced {recording.replaced} times",
             file=sys.stderr,
         )
     return 0

@@ -85,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
         return 1
     beside = path.with_suffix(".yaml")
     if options.fit and not beside.exists():
-        print(f"{parser.prog}: --fit: there is no {beside}, the scenario of a record", file=sys.stderr)
+        print(
+            f"{parser.prog}: --fit: there is no {beside}, the scenario that `rsrv record` writes",
+            file=sys.stderr,
+        )
         return 1
     try:
         # Read these files first, so that an error in the options does not cost a replay.
@@ -182,7 +185,7 @@ def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, A
     if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
         raise Unsendable("its requests depend on each other; only models without state are replayed")
     if config.max_batch_size and not 0 < rows <= config.max_batch_size:
-        raise Unsendable(f"a request has 1 to {config.max_batch_size} rows, not {rows}")
+        raise Unsendable(f"a request to this model has 1 to {config.max_batch_size} rows, not {rows}")
     message = service_pb2.ModelInferRequest(model_name=config.name)
     for tensor in config.input:
         datatype = (
@@ -191,16 +194,16 @@ def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, A
         if arrays is not None:
             array = arrays.get(tensor.name)
             if array is None:
-                raise Unsendable(f"its file of --inputs has no array {tensor.name!r}")
+                raise Unsendable(f"the model's file in --inputs has no array {tensor.name!r}")
             if config.max_batch_size and not (array.shape and len(array)):
-                raise Unsendable(f"{tensor.name} has no row in its file of --inputs")
+                raise Unsendable(f"{tensor.name} has no row in the model's file in --inputs")
             if np_to_triton_dtype(array.dtype) != datatype:
                 raise Unsendable(
-                    f"{tensor.name} is {array.dtype} in its file of --inputs, and must be {datatype}"
+                    f"{tensor.name} is {array.dtype} in the model's file in --inputs, but must be {datatype}"
                 )
         elif datatype == "BYTES" or min(tensor.dims, default=1) < 0:
             raise Unsendable(
-                f"its input {tensor.name} has no fixed shape and type; give one row of it: --inputs {config.name}=FILE.npz"
+                f"the shape or the text of its input {tensor.name} cannot be guessed; give one row of this input: --inputs {config.name}=FILE.npz"
             )
         else:
             shape = [1, *tensor.dims] if config.max_batch_size else list(tensor.dims)
@@ -380,7 +383,7 @@ def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
         return table
     slower = both["late_p50_s"]
     direction = "sooner" if slower < 0 else "later"
-    return f"{table}\n\nhalf of the answers came {duration(abs(slower))} or more {direction} than simulated"
+    return f"{table}\n\nhalf of the answers came at least {duration(abs(slower))} {direction} than simulated"
 
 
 def _cells(of: Mapping[str, Any] | None) -> tuple[str, ...]:

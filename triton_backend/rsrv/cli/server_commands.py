@@ -194,7 +194,7 @@ def _warm(server: Server) -> int:
     """Start models, show how many are warm, and return when all have started or failed."""
     options = server.options
     if options.wait or options.device or bool(options.model) == options.all:
-        raise CommandLineError("--warm takes models or --all, and no --wait and --device")
+        raise CommandLineError("--warm takes models or --all, but neither --wait nor --device")
     answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all))
     ended: set[str] = set()
     with steps("models started", len(answer.models)) as progress:
@@ -234,7 +234,7 @@ def _placement(server: Server) -> int:
     changes = bool(options.without_device or options.without_model or options.add)
     if changes and not options.dry_run:
         raise CommandLineError(
-            "--without-device, --without-model and --add need --dry-run: nothing is changed by them"
+            "--without-device, --without-model and --add need --dry-run, because they change nothing"
         )
     if min(options.without_device, default=0) < 0:
         raise CommandLineError("--without-device is a number from 0")
@@ -253,9 +253,11 @@ def _added(text: str) -> pb.AddedModel:
         name, size, utilisation = text.rsplit(":", 2)
         added = pb.AddedModel(name=name, bytes=parse_size(size), device_seconds_per_s=float(utilisation))
     except (ValueError, OverflowError):
-        raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, as cats:2GB:0.3") from None
+        raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, such as cats:2GB:0.3") from None
     if not name or not 0 <= added.device_seconds_per_s <= 1e6:
-        raise CommandLineError(f"--add {text}: NAME is empty, or UTIL is not a number of devices")
+        raise CommandLineError(
+            f"--add {text}: NAME is empty, or UTIL is not a number of device seconds per second, at least 0"
+        )
     return added
 
 
@@ -292,7 +294,7 @@ def _alias(server: Server) -> int:
     if not name and not server.options.remove:
         return server.show(server.ask("SetAlias", pb.SetAliasRequest()), pages.alias_page)
     if not name or bool(targets) == server.options.remove:
-        raise CommandLineError("give an alias, and the models behind it, or --remove")
+        raise CommandLineError("give an alias with the models that answer its requests, or with --remove")
     alias = pb.Alias(name=name, targets=map(_alias_target, targets))
     answer = server.wait("SetAlias", pb.SetAliasRequest(alias=alias), f"{name}: loading")
     shown = [pages.alias_line(alias) for alias in answer.aliases if alias.name == name]
@@ -330,7 +332,7 @@ def _reload(server: Server) -> int:
     model = server.options.model
     request = pb.ReloadWeightsRequest(model=model)
     answer = server.wait("ReloadWeights", request, f"{model}: compiling and loading")
-    return server.done(answer, f"{model}: the bundle is served as it is now")
+    return server.done(answer, f"{model}: the current version of the bundle is served")
 
 
 def _restart(server: Server) -> int:

@@ -36,7 +36,7 @@ def alias_status_page(answer: pb.GetStatusResponse, name: str) -> None:
     (alias,) = (shown for shown in answer.aliases if shown.name == name)
     sums = [sum(map(count, alias.targets)) for count in (answered, errors)]
     pairs = [("alias", name), ("requests", f"{sums[0]} answered, {sums[1]} errors")]
-    print_pairs([*pairs, ("not served so", one_line(alias.failure))] if alias.failure else pairs)
+    print_pairs([*pairs, ("not in force", one_line(alias.failure))] if alias.failure else pairs)
     del answer.aliases[:]
     answer.aliases.append(alias)
     _print_aliases(answer)
@@ -50,7 +50,7 @@ def doctor_page(answer: pb.DiagnoseResponse) -> None:
     counted = ", ".join(
         f"{count} {word}{'s' if word != 'critical' and count > 1 else ''}" for word, count in counts.items()
     )
-    print(f"{counted or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
+    print(f"{counted or 'no findings'}, from the figures of the last {duration(answer.seconds)}")
     for finding in answer.findings:
         print(
             f"\n{styled(word(pb.Severity, finding.severity))}: {one_line(finding.evidence)}  [{finding.name}]"
@@ -70,7 +70,7 @@ def alias_page(answer: pb.SetAliasResponse) -> None:
 def alias_line(alias: pb.Alias) -> str:
     """Return an alias with the models behind it, and their shares of its requests."""
     parts = [f"{target.model} {share(alias, target)}" for target in alias.targets]
-    failure = f" (not served so: {one_line(alias.failure)})" if alias.failure else ""
+    failure = f" (not in force: {one_line(alias.failure)})" if alias.failure else ""
     return f"{alias.name}: {', '.join(parts)}{failure}"
 
 
@@ -220,7 +220,7 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
                 + (f": {one_line(version.error)}" if version.error else "")
             )
         elif not any(version.stubs for version in model.versions):
-            lines.append(f"{model.name} has no stub; it is loaded again")
+            lines.append(f"{model.name} has no stub process; the model is loaded again")
     above = ("model_failed", "not_served")
     lines += [
         one_line(finding.evidence)
@@ -252,10 +252,10 @@ def print_update(update: pb.WatchStateResponse) -> None:
             print(f"the runtime{_which(update.down.device)} does not answer", flush=True)
         case "failures":
             failed = (
-                f"{failure.name} is not as its bundle says: {one_line(failure.text)}"
+                f"{failure.name} is not served as its bundle is now: {one_line(failure.text)}"
                 for failure in update.failures.failures
             )
-            print("\n".join(failed) or "all models are as their bundles say", flush=True)
+            print("\n".join(failed) or "all models are served as their bundles are now", flush=True)
 
 
 def _which(device: int) -> str:
@@ -266,7 +266,7 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
     """Print a line that begins with the revision. The device follows, unless it is device 0."""
     number = f"{where.revision}{_which(where.device)}"
     if entry is None:
-        print(f"{number} {key} has left", flush=True)
+        print(f"{number} {key} was removed", flush=True)
         return
     version = entry.version
     parts = [

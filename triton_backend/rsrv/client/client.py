@@ -228,7 +228,9 @@ class AsyncClient:
                 try:
                     outputs = await anext(answers, None)
                 except AttemptFailed as error:
-                    raise RequestError(model, error.failure, 1, "the answer had begun") from None
+                    raise RequestError(
+                        model, error.failure, 1, "not repeated, because the answer had begun"
+                    ) from None
 
     def map(
         self,
@@ -287,7 +289,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Answered, None]:
         """Send the requests, and yield their answers. `map` describes the arguments."""
         if in_flight is not None and in_flight < 1:
-            raise InputError(f"in_flight is {in_flight}, and has to be at least 1")
+            raise InputError(f"in_flight is {in_flight}, but must be at least 1")
         limit = InFlightLimit(time.monotonic(), in_flight)
         #: Tasks that have ended: tasks of requests, and the task that reads the next rows.
         ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()

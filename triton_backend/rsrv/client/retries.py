@@ -92,12 +92,12 @@ def decide(
     if not _may_pass(failure, reached, served):
         return ""
     if not repeatable:
-        return "a step of a sequence may not be repeated"
+        return "not repeated, because it is a step of a sequence"
     pause = failure.after_s
     if pause is None:
         pause = min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), MAX_PAUSE_S)
     at = now + pause * (1 + SPREAD * chance)
-    return at if at < deadline else "the deadline leaves no time for another attempt"
+    return at if at < deadline else "not repeated, because the deadline leaves no time for another attempt"
 
 
 def _may_pass(failure: Failure, reached: bool, served: bool) -> bool:

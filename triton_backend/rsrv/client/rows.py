@@ -84,12 +84,12 @@ class RowGrouping:
         """Raises InputError if the model keeps state or streams, or if it does not take `rows_per_request` rows."""
         if signature.stateful or signature.streams:
             raise InputError(
-                f"{signature.model} keeps state or streams: its rows are not independent requests"
+                f"{signature.model} keeps state or streams its answers, so its rows are not independent requests"
             )
         most = max(1, signature.max_rows)
         if rows_per_request is not None and not 1 <= rows_per_request <= most:
             raise InputError(
-                f"{signature.model}: rows_per_request is {rows_per_request}, and has to be from 1 to {most}"
+                f"{signature.model}: rows_per_request is {rows_per_request}, but must be from 1 to {most}"
             )
         self._signature = signature
         self._most = rows_per_request
@@ -165,7 +165,7 @@ def _only_input(signature: ModelSignature) -> str:
     needed = [name for name, spec in signature.inputs.items() if not spec.optional] or list(signature.inputs)
     if len(needed) != 1:
         raise InputError(
-            f"{signature.model} has the inputs {', '.join(needed)}: name them, as {{{needed[0]!r}: ...}}"
+            f"{signature.model} has the inputs {', '.join(needed)}: name the columns after them, such as {{{needed[0]!r}: ...}}"
         )
     return needed[0]
 

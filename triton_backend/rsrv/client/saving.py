@@ -37,7 +37,7 @@ class PartialFile:
         self._outputs = outputs
         if path.exists() and not resume:
             raise InputError(
-                f"{path} has the answers of a run that was interrupted: go on with --resume, or remove the file"
+                f"{path} has the answers of an interrupted run: continue it with --resume, or remove the file"
             )
         self._file = path.open("a+b")
         try:
@@ -45,7 +45,7 @@ class PartialFile:
             self._begin(job)
         except BlockingIOError:
             self._file.close()
-            raise InputError(f"{path}: another process is writing it") from None
+            raise InputError(f"{path}: another process is writing this file") from None
         except BaseException:
             self._file.close()
             raise
@@ -74,11 +74,11 @@ class PartialFile:
                 stored = dict(json.loads(first))
             except (ValueError, TypeError):
                 raise InputError(
-                    f"{self.path} is not a file of rsrv map: move it, or write to another file"
+                    f"{self.path} was not written by rsrv map: move this file, or write to another file"
                 ) from None
             changed_key = next((key for key in job if stored.get(key) != job[key]), "version of rsrv")
             raise InputError(
-                f"{self.path} is of another run: its {changed_key} differs; remove it to start from the first row"
+                f"{self.path} belongs to another run, whose {changed_key} differs; remove the file to start from the first row"
             )
 
     def append(self, answered: Answered) -> None:

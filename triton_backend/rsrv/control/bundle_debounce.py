@@ -106,15 +106,19 @@ class BundleDebounce:
         root = self._roots[path]
         trouble = seen.trouble
         if not trouble and not any(map(_is_bundle, seen.bundles.values())) and seen.identity != root.identity:
-            trouble = "holds no bundles" if root.identity is None else "has become another, empty directory"
+            trouble = (
+                "holds no bundles"
+                if root.identity is None
+                else "was replaced by another directory, which holds no bundles"
+            )
         was_missing, root.missing = root.missing, bool(trouble)
         if not trouble:
             self.sightings += was_missing or root.identity is None
             root.identity, root.bundles = seen.identity, seen.bundles
-            return f"{path} is back: its bundles are watched again" if was_missing else ""
+            return f"{path} can be read again: its bundles are watched again" if was_missing else ""
         if was_missing:
             return ""
-        return f"{path} {trouble}: is a disk not mounted? No model is unloaded because of that"
+        return f"{path} {trouble}. If a disk is not mounted, mount it. No model is unloaded because of this"
 
     def _states(self) -> dict[str, _State]:
         states: dict[str, _State] = {}

@@ -94,7 +94,7 @@ class DesiredState:
             try:
                 return _read(path)
             except (OSError, ValueError) as error:
-                log.error("the settings of operators cannot be read from %s: %s", path, error)
+                log.error("the settings that operators have changed cannot be read from %s: %s", path, error)
         return Overrides()
 
     def follow(self, follower: Callable[[], None]) -> None:
@@ -221,7 +221,9 @@ class DesiredState:
                 write_whole(path, text)
         except OSError as error:
             log.error(
-                "the next control process will not have the settings of operators: %s: %s", self._path, error
+                "the settings that operators have changed cannot be saved, and the next control process will not have them: %s: %s",
+                self._path,
+                error,
             )
         self._changed()
 

@@ -93,12 +93,12 @@ class Collector:
         well = self._exporter.export(spans) is SpanExportResult.SUCCESS
         if not well and self._healthy:
             log.error(
-                "traces.endpoint: %s does not take spans, which are lost until it does: %s",
+                "traces.endpoint: the collector %s does not accept spans. Spans are lost until it accepts them again: %s",
                 self._endpoint,
                 self._reason.text,
             )
         elif well and not self._healthy:
-            log.info("traces.endpoint: %s takes spans again", self._endpoint)
+            log.info("traces.endpoint: the collector %s accepts spans again", self._endpoint)
         self._healthy = well
         return well
 

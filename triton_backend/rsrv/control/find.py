@@ -113,7 +113,7 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
         return which
     if not running:
         raise NotFound(
-            f"no {kind} of yours runs here (looked in {base_directory()}). {start}, or name one elsewhere with "
+            f"no {kind} of this user runs on this machine (looked in {base_directory()}). {start}, or name another {kind} with "
             "--server HOST:PORT or --server unix:PATH"
         )
     matching = [endpoint for endpoint in running if which is None or endpoint.is_named(which)]
@@ -135,5 +135,5 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     )
     how = "the port or folder" if kind == "server" else "the folder"
     if not matching:
-        raise NotFound(f"no {kind} here has {how} {which!r}; running: {listed}")
-    raise NotFound(f"several {kind}s run here: {listed}. Choose with --server and {how}")
+        raise NotFound(f"no {kind} on this machine has {how} {which!r}; running: {listed}")
+    raise NotFound(f"several {kind}s run on this machine: {listed}. Choose one with --server and {how}")

@@ -102,7 +102,7 @@ class GrpcServer:
         except RuntimeError:
             # gRPC writes the reason only to its own log.
             raise ListenError(
-                f"{self._setting}: cannot listen on {address}: it is in use, or not an address of this machine"
+                f"{self._setting}: cannot listen on {address}: the port is in use, or the address is not one of this machine"
             ) from None
         if socket is not None:
             socket.chmod(0o600)
@@ -115,7 +115,7 @@ class GrpcServer:
                 while await self._server.wait_for_termination(_CHECK_S):
                     pass
             except Exception as error:  # noqa: BLE001  any cause of death
-                log.error("%s: gRPC's server has died and is replaced: %s", self._setting, error)
+                log.error("%s: the gRPC server failed and is replaced: %s", self._setting, error)
             dead, self._server = self._server, None
             self._dead[dead] = asyncio.create_task(self._bury(dead))
             # The dead server removes the socket's file, even if the file now belongs to its successor.

@@ -201,7 +201,7 @@ class Live:
                 how = failed_how(serves=name in serving)
                 self.note(f"{self._shown(name)} {how}: {text}")
         for name in before.keys() - failures.keys():
-            self.note(f"{self._shown(name)} is as it should be again")
+            self.note(f"{self._shown(name)} has no error any more")
 
     def _shown(self, name: str) -> str:
         """Return the name of a failed model or alias for the event log."""
@@ -215,7 +215,7 @@ class Live:
             skipped = self._moves - _MAX_MOVES_A_SECOND
             self._second, self._moves = second, 0
             if skipped > 0:
-                self.note(f"weights moved {skipped} times more", moves=True)
+                self.note(f"{skipped} more loads and evictions of weights", moves=True)
         self._moves += 1
         return self._moves <= _MAX_MOVES_A_SECOND
 

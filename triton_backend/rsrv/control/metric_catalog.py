@@ -71,7 +71,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_deadline_missed_total",
         ("model", "device", "stage"),
         "Requests whose deadline passed or could not be met, by their stage: arrival, queue, load (they waited for "
-        "weights), execute (they were answered all the same), gate (runs of a meta model that waited for admission).",
+        "weights), execute (they were answered nevertheless), gate (runs of a meta model that waited for admission).",
     ),
     MetricFamily(
         "rsrv_hook_seconds",
@@ -168,7 +168,9 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "limit has no sample.",
     ),
     # compiling
-    MetricFamily("rsrv_compile_seconds", ("device",), "Time of compilations that the cache did not answer."),
+    MetricFamily(
+        "rsrv_compile_seconds", ("device",), "Time of compilations of executables that were not in the cache."
+    ),
     MetricFamily(
         "rsrv_executables_total",
         ("device", "source"),

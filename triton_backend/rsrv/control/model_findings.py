@@ -22,7 +22,7 @@ def _failing(case: Case, window: DeviceWindow, activity: ModelActivity) -> Serve
         f"{activity.name}: {failed} of {total} answers are failures of the server",
         activity.now.failure
         or ("a function of its model.py raises or hangs" if hooks else "its executions or loads fail"),
-        "read the server's log, which has the whole reason of each, and fix what it names",
+        "read the server's log, which has the full reason of each failure, and fix the cause",
     )
 
 
@@ -40,9 +40,9 @@ def _padding(case: Case, window: DeviceWindow, activity: ModelActivity) -> Serve
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
-        f"{percent(activity.padding / total)} of the rows of {activity.name} are padding ({activity.padding}, beside {activity.rows} rows of requests)",
+        f"{percent(activity.padding / total)} of the rows of {activity.name} are padding ({activity.padding} rows; {activity.rows} rows are of requests)",
         f"an execution has {activity.rows / activity.dispatches:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
-        f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
+        f"also export batch size {size}{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
 
 
@@ -107,7 +107,7 @@ def _starved(case: Case, window: DeviceWindow, activity: ModelActivity) -> Serve
         f"{evidence} with weight {weight_of_most:g}",
         f"{activity.name} has weight {mine:g} and executes {duration(mean(activity.execute))} at a time",
         f"`rsrv policy {activity.name} --weight {2 * max(mine, weight_of_most):g}`, which takes that time from {most.name}; "
-        f"models.{activity.name}.weight in rsrv.yaml keeps it",
+        f"set models.{activity.name}.weight in rsrv.yaml to keep the change",
     )
 
 
@@ -120,7 +120,7 @@ def _held_back(case: Case, window: DeviceWindow, activity: ModelActivity) -> Ser
     return ServerFinding(
         "held_back",
         "note",
-        f"requests of {activity.name} wait {duration(mean(activity.queue_wait))} for others to share an execution, but "
+        f"requests of {activity.name} wait {duration(mean(activity.queue_wait))} for other requests to share an execution, but "
         f"{activity.dispatches} executions had {activity.ended} requests",
         f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
         f"`rsrv policy {activity.name} --max-delay-us 0`; in later bursts, fewer requests then share an execution",
@@ -144,8 +144,8 @@ def _slow_hooks(case: Case, window: DeviceWindow, activity: ModelActivity) -> Se
         "slow_hooks",
         "note",
         f"{activity.name} spends {duration(each)} of a request's {duration(mean(request))} in preprocess and postprocess",
-        "these run in one Python process per model, on the CPU",
-        "make them faster, or move their work into the model",
+        "these functions run in one Python process per model, on the CPU",
+        "make these functions faster, or move their work into the model",
     )
 
 
@@ -158,14 +158,14 @@ def _queue_full(case: Case, window: DeviceWindow, activity: ModelActivity) -> Se
     return ServerFinding(
         "queue_full",
         "warning",
-        f"{activity.name} refused {refused} of {activity.ended} requests (QUEUE_FULL); {limit} may wait",
+        f"{activity.name} refused {refused} of {activity.ended} requests (QUEUE_FULL); at most {limit} may wait",
         f"the device is busy {percent(window.busy)} of the time"
         + (
-            ": it cannot do more"
+            ": the device cannot do more"
             if busy
-            else " only: bursts are longer than the queue, or requests wait for weights"
+            else " only: bursts have more requests than may wait, or requests wait for weights"
         ),
-        "add devices, or let clients send less; a longer queue only adds latency"
+        "add devices, or send fewer requests; a longer queue only adds latency"
         if busy
         else f"`rsrv policy {activity.name} --max-queue-depth {2 * limit}`; the last requests of a burst then wait longer",
     )
@@ -182,15 +182,15 @@ def _no_memory(case: Case, window: DeviceWindow, activity: ModelActivity) -> Ser
     return ServerFinding(
         "no_memory",
         "critical",
-        f"{activity.name} refused {refused} of {activity.ended} requests: its {amount(size)} of weights found no memory beside the "
-        f"{amount(memory.held_bytes)} on the device{limit}",
+        f"{activity.name} refused {refused} of {activity.ended} requests: there was no memory for its {amount(size)} of weights in addition to "
+        f"the {amount(memory.held_bytes)} on the device{limit}",
         f"pinned weights take {amount(pinned)} and are never evicted"
         if crowded
-        else "another program has the memory, or it is free in pieces that are too small",
+        else "another program uses the memory, or the free memory is in pieces that are too small",
         "`rsrv unpin` the models that may wait for a load"
         if crowded
-        else "end other programs on the device, then `rsrv compact`: all models wait for one load, and the refusals end; "
-        "if they come again, set a lower runtime.weight_budget_bytes",
+        else "end other programs on the device, then `rsrv compact`: all models wait for one load, and the refusals end. "
+        "If refusals occur again, set a lower runtime.weight_budget_bytes",
     )
 
 
@@ -203,7 +203,7 @@ def _not_resident(case: Case, window: DeviceWindow, activity: ModelActivity) -> 
         "warning",
         f"{activity.name} refused {refused} of {activity.ended} requests: its weights are not on the device",
         "lifecycle.mode is explicit: requests load no weights",
-        f"an operator must prefetch or pin it first (`rsrv prefetch {activity.name}`)",
+        f"an operator must prefetch or pin the model first (`rsrv prefetch {activity.name}`)",
     )
 
 
@@ -216,12 +216,12 @@ def _late(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFi
     edf, places = case.now.schedule("discipline") == "edf", case.now.schedule("meta_concurrency")
     cause, cure = {
         "arrival": (
-            "they had passed on arrival: a slow network, a client's clock that differs, or deadlines that are too short",
+            "the deadlines had passed on arrival: the network is slow, a client's clock differs, or the deadlines are too short",
             "compare the clocks (chrony, NTP), or use gRPC's timeouts, which need no clock",
         ),
         "load": (
             f"requests wait for weights; a load takes {duration(mean(activity.measured('load')) or None)}",
-            f"`rsrv pin {activity.name}`, which leaves the others less room, or raise runtime.weight_budget_bytes",
+            f"`rsrv pin {activity.name}`, which leaves less memory for other models, or raise runtime.weight_budget_bytes",
         ),
         "execute": (
             f"an execution takes {duration(mean(activity.execute))}",
@@ -258,7 +258,7 @@ def _bad_requests(case: Case, window: DeviceWindow, activity: ModelActivity) -> 
         "note",
         f"{activity.name} answered {invalid} of {total} requests with INVALID",
         "clients send wrong shapes, dtypes or names, or more rows than the largest batch size",
-        "correct the clients: the error's message names the tensor and what is allowed",
+        "correct the clients: the error message names the tensor and what is allowed",
     )
 
 

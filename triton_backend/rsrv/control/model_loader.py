@@ -152,7 +152,7 @@ class ModelLoader:
             if unchanged:
                 took = self._now() - started
                 event_fields = fields(model=name, event="replaced", seconds=round(took, 3))
-                log.info("%s is loaded, after %.1f s", name, took, extra=event_fields)
+                log.info("%s was loaded in %.1f s", name, took, extra=event_fields)
             self.served[name] = version
             self._states.apply(name, BundleEvent.LOADED, self._now())
 
@@ -168,11 +168,11 @@ class ModelLoader:
             await self._triton.unload(name)
             await asyncio.to_thread(remove, self._repository, name, self._link)
         except (TritonError, OSError, ValueError) as error:
-            self.fail(name, f"could not be unloaded: {error}")
+            self.fail(name, f"the model could not be unloaded: {error}")
         else:
             self.served.pop(name, None)
             self._states.apply(name, BundleEvent.UNLOADED, self._now())
-            log.info("%s is unloaded: its bundle is gone", name, extra=fields(model=name))
+            log.info("%s was unloaded, because its bundle was removed", name, extra=fields(model=name))
 
     def _start(self, name: str, event: BundleEvent, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -186,8 +186,8 @@ class ModelLoader:
         try:
             await work
         except Exception as error:
-            log.exception("%s: unexpected", name, extra=fields(model=name))
-            self.fail(name, f"unexpected: {error!r}")
+            log.exception("%s: unexpected error", name, extra=fields(model=name))
+            self.fail(name, f"unexpected error: {error!r}")
         finally:
             del self._tasks[name]
             self._ended.set()

@@ -290,7 +290,7 @@ def describe(before: ModelVersion | None, after: ModelVersion | None, serving: s
         for version in (after, before)
     )
     if after is None:
-        return f"{name}: {version} has left; {serving}"
+        return f"{name}: {version} was removed; {serving}"
     lines = []
     if before is None or after["state"] != before["state"]:
         # Name the version, because after an update of a model, events of its old and its new version follow each other.

@@ -147,7 +147,7 @@ class Placing:
                     )
                     self._table, self._starts = plan.table, starts
             except OSError as error:
-                log.error("the placement table cannot be written, so models stay where they are: %s", error)
+                log.error("the placement table cannot be written, so models stay on their devices: %s", error)
             steps: dict[str, list[WeightAction]] = {}
             for step in plan.steps:
                 steps.setdefault(step.worker, []).append(step)
@@ -159,7 +159,7 @@ class Placing:
         if self.mode != "external":
             raise StatusError(
                 "FAILED_PRECONDITION",
-                f"placement.mode is {self.mode}: only with external does a gateway place models",
+                f"placement.mode is {self.mode}; a gateway can place models only if it is external",
             )
         for name, devices in placed.items():
             try:
@@ -183,7 +183,7 @@ class Placing:
         for model in added:
             if not (model.name and 0.0 <= model.device_seconds_per_s < inf):
                 raise InvalidArgument(
-                    f"{model.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
+                    f"{model.name or 'a model without a name'}: a model to add needs a name, bytes and device seconds per second"
                 )
         async with self._planning:
             return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)

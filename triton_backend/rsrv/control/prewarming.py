@@ -64,7 +64,7 @@ class Prewarming:
                 await self.keep()
             except (StatusError, OSError) as error:
                 # If there is no runtime, the next check tries again.
-                log.debug("models were not started by their schedule: %s", error)
+                log.debug("models could not be started as models.NAME.warm_at says: %s", error)
             await asyncio.sleep(_CHECK_S)
 
     async def follow_schedule(self) -> None:
@@ -73,7 +73,7 @@ class Prewarming:
         names = [name for name, section in models.items() if due(section.warm_at, self._last, now)]
         if names:
             paths = await asyncio.to_thread(_bundles, self._file.path.parent, names)
-            log.info("models start by their schedule: %s", ", ".join(sorted(paths)))
+            log.info("models are started as models.NAME.warm_at says: %s", ", ".join(sorted(paths)))
             await self._start(paths)
         self._last = now
 

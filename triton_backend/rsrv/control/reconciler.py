@@ -78,7 +78,9 @@ class ServerPolicy(UpdatePolicy):
         self.may_write = may_write
 
     def reason_to_keep(self, name: str) -> str:
-        return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
+        return (
+            "" if self._follows and self._debounce.gone(name) else "its bundle was not found, but may return"
+        )
 
     def is_readable(self, name: str) -> bool:
         """Return True if the bundle on disk has not changed since two scans of it agreed."""
@@ -142,7 +144,7 @@ class Reconciler:
         #: Reason why Triton cannot load or unload models, with the remedy. Empty if it can.
         self.barred = triton.trouble
         if not self.barred and triton.mode == "none":
-            self.barred = f"tritonserver's models are fixed; {HOW_TO_START}"
+            self.barred = f"this tritonserver cannot load or unload models while it runs; {HOW_TO_START}"
         self._policy = ServerPolicy(self._debounce, self._loader, self._lifecycle, may_write=not self.barred)
 
     @property
@@ -180,12 +182,13 @@ class Reconciler:
         self.reached = True
         if self.barred:
             log.warning(
-                "models can't be loaded or unloaded, and dead stubs are not replaced: %s", self.barred
+                "models cannot be loaded or unloaded, and dead stub processes are not replaced: %s",
+                self.barred,
             )
         elif self._triton.exits_on_error and self._lifecycle.mode != "explicit":
             log.warning(
-                "tritonserver was started without --exit-on-error=false: if it ends while a new version loads that "
-                "fails, it will not start again"
+                "tritonserver was started without --exit-on-error=false: if it ends while it loads a broken new version, "
+                "it will not start again"
             )
         try:
             async with asyncio.TaskGroup() as group:
@@ -211,7 +214,7 @@ class Reconciler:
         After a ReloadError, nothing has changed.
         """
         if self.barred:
-            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self.barred}")
+            raise ReloadError("FAILED_PRECONDITION", f"{name} cannot be changed: {self.barred}")
         before = self.aliases
         others = {alias: targets for alias, targets in before.items() if alias != name}
         self.aliases = others if shares is None else {**others, name: shares}
@@ -223,7 +226,7 @@ class Reconciler:
         refused = broken.get(name) or broken.get(f"aliases.{name}")
         text = refused.reason if refused else failure and failure.text
         if not text and name in done.of(Later):
-            text = "a bundle behind it is being written; try again when it is whole"
+            text = "a bundle that the alias needs is being written; try again when it is complete"
         if text:
             self.follow_aliases(before)
             raise ReloadError("FAILED_PRECONDITION", f"{name}: {text}")
@@ -234,26 +237,28 @@ class Reconciler:
         If the model is only a part of meta models, load these meta models again.
         """
         if self.barred:
-            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self.barred}")
+            raise ReloadError("FAILED_PRECONDITION", f"{name} cannot be loaded: {self.barred}")
         names = await asyncio.to_thread(self._models_of, name)
         if not names and not self._follows:
             async with self._writing:
                 await self._scan_now()
         # Report NOT_FOUND only if the scans agree that there is no bundle. Otherwise, a new bundle may be complete soon.
         if not names and self._debounce.settled(name) == ():
-            raise ReloadError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
+            raise ReloadError(
+                "NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle of this name"
+            )
         names = names or {name}
         await self._loader.wait(names)
         done = await self._update(names, reload=True)
         if not names.isdisjoint(done.of(Later)):
             raise ReloadError(
-                "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
+                "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is complete"
             )
         without = {name for name, result in done.of(Gone).items() if not result.carriers}
         for name_of_model in names & (without | done.names(Retained)):
             raise ReloadError(
                 "FAILED_PRECONDITION",
-                f"{name_of_model}: there is no bundle, or its directory is not mounted; the model is as it was",
+                f"{name_of_model}: there is no bundle, or its directory is not mounted; the model was not changed",
             )
         broken = done.of(Broken)
         for name_of_model in names & broken.keys():
@@ -289,7 +294,7 @@ class Reconciler:
             try:
                 await work()
             except Exception:
-                log.exception("unexpected; going on in %g s", _ERROR_PAUSE_S)
+                log.exception("unexpected error; the control process continues in %g s", _ERROR_PAUSE_S)
                 await asyncio.sleep(_ERROR_PAUSE_S)
 
     def _on_scan(self, seen: Mapping[Path, Seen]) -> bool:
@@ -393,7 +398,7 @@ class Reconciler:
     def _replace(self, name: str) -> None:
         """Replace the dead stub of a model."""
         if self.barred:
-            text = f"its stub process is dead, and the model can't be loaded again: {self.barred}"
+            text = f"its stub process is dead, and the model cannot be loaded again: {self.barred}"
             self._loader.fail(name, text, retry=False)
         elif self._loader.reload(name):
             log.warning(
@@ -439,7 +444,7 @@ class Reconciler:
             self._follow_unchanged(name, expected=reload and name in named, named=names is not None)
         for name, result in done.of(Gone).items():
             if self.barred:
-                text = f"its bundle or alias is gone, and it can't be unloaded: {self.barred}"
+                text = f"its bundle or alias was removed, and the model cannot be unloaded: {self.barred}"
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, result.carriers, now)
@@ -506,7 +511,7 @@ class Reconciler:
     def _report(self, done: Update, now: float) -> None:
         """Record and log the failures."""
         for line in set(done.unusable) - self._unusable:
-            log.warning("no bundles: %s", line)
+            log.warning("no bundles are read from %s", line)
         self._unusable = set(done.unusable)
         unknown = set(unknown_models(self._settings, done.bundles | done.names(Retained)))
         for line in unknown - self._unknown:
@@ -515,9 +520,9 @@ class Reconciler:
         reasons = {name: result.reason for name, result in done.of(Broken).items()}
         broken = self._states.set_broken(reasons, now, time.time(), done.uncompared)
         for name, failure in broken.items():
-            log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
+            log.error("%s was not changed: %s", name, failure.text, extra=fields(model=name))
         for name, torn in done.of(Torn).items():
-            self._loader.fail(name, f"its bundle is not taken: {torn.reason}")
+            self._loader.fail(name, f"its bundle is not used: {torn.reason}")
         for name, failed in done.of(Failed).items():
             text = f"{failed.reason}: {self.barred}" if self.barred else failed.reason
             self._loader.fail(name, text, retry=not self.barred)

@@ -54,7 +54,7 @@ class RuntimeDown(StatusError):
     def __init__(self, obstacle: str = "") -> None:
         super().__init__(
             "UNAVAILABLE",
-            "the runtime does not answer: it has ended, or it hangs. No model can serve until it is back; "
+            "the runtime does not answer: it has ended, or it hangs. No model can serve until a runtime answers again; "
             + (obstacle or "see the server's log"),
         )
 
@@ -162,7 +162,7 @@ class ControlConnection:
             return
         expected, future = self._waiting.popleft() if self._waiting else (None, None)
         if kind is not expected or future is None:
-            raise ProtocolError(f"the runtime sent {kind.name} instead of the answer that was due")
+            raise ProtocolError(f"the runtime sent a {kind.name} frame instead of the expected answer")
         value: Any
         if kind is Kind.STATUS_REPLY:
             try:
@@ -241,7 +241,7 @@ class DocumentSender:
         elif self.is_reached(revision, reply):
             log.debug("%s follows revision %d of its settings", self._who, revision)
         elif since is None:
-            log.error("%s follows another control process: %s", self._who, reply)
+            log.error("%s takes its settings from another control process: %s", self._who, reply)
         else:
             # The runtime has refused an earlier revision, so these changes do not apply. Send the whole document.
             self._sent = None
@@ -440,7 +440,7 @@ class RuntimeLink:
                     log.warning("%s: the connection ended: %s", self._who, reason)
                 continue  # Connect at once, because the next runtime may already listen.
             if reason and reason != logged:
-                log.error("cannot follow the state of %s: %s", self._who, reason)
+                log.error("cannot read the state of %s: %s", self._who, reason)
             logged = reason
             await asyncio.sleep(self._timing.pause_s)
 

@@ -291,7 +291,7 @@ class Runtimes:
         if link.asleep_since is not None:
             raise StatusError(
                 "FAILED_PRECONDITION",
-                f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
+                f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when the device wakes",
             )
         before, instance = presence.ready & presence.attached, link.state.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
@@ -309,7 +309,7 @@ class Runtimes:
                     return RestartedDevice(first, now, sorted(before - back))
             elif not link.up and (not presence.returning or link.down_s >= _RESTART_S):
                 if before:
-                    text = f"no runtime of device {number} has come back; the server's log says why"
+                    text = f"no new runtime of device {number} has started; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)
                 return RestartedDevice(0.0, 0.0, [])  # The next stub starts the runtime.
             with suppress(TimeoutError):
@@ -323,7 +323,7 @@ class Runtimes:
         """
         link = self.links[number]
         if link.asleep_since is not None:
-            raise StatusError("FAILED_PRECONDITION", f"device {number} sleeps already")
+            raise StatusError("FAILED_PRECONDITION", f"device {number} is already asleep")
         runtime = -1
         with suppress(OSError):  # The runtime has just ended.
             runtime = os.pidfd_open((await link.record()).pid)

@@ -10,7 +10,7 @@ from rsrv.text import amount, duration, one_line
 #: Sentences about a model by `what` and `why` of a record. The entry (what, "") is for any other `why`. An empty sentence means
 #: that another record of the same moment already reports the same.
 _SENTENCES = {
-    ("added", ""): "known to the scheduler",
+    ("added", ""): "added to the scheduler",
     ("arrived", ""): "{requests} arrived",
     ("expired on arrival", ""): "{requests} refused: the deadline had passed on arrival",
     ("expired", ""): "{requests} ended: the deadline passed while waiting",
@@ -20,21 +20,24 @@ _SENTENCES = {
     ("execute again", ""): "{requests} executed again with all other weights evicted: {rows}",
     ("answered", ""): "{requests} answered after {seconds} on the device",
     ("failed", ""): "{requests} failed after {seconds} on the device: {why}",
-    ("no memory", ""): "the execution found no memory; it is tried once more",
-    ("no memory to warm up", ""): "the warm-up found no memory; it is tried once more",
+    ("no memory", ""): "there was no memory for the execution; it is retried once",
+    ("no memory to warm up", ""): "there was no memory for the warm-up; it is retried once",
     ("warmed up", ""): "warmed up",
     ("warm-up failed", ""): "the warm-up failed",
-    ("goes on", ""): "goes on after a pause",
+    ("goes on", ""): "continues after a pause",
     ("paused: drain", ""): "paused: waiting requests execute, new ones are refused",
     ("paused: hold", ""): "paused: requests wait",
     ("paused: reject", ""): "paused: all requests are refused",
     ("policy changed", ""): "policy changed: {why}",
     ("removed", ""): "removed",
     ("pinned", ""): "pinned: its weights stay on the device",
-    ("unpinned", ""): "unpinned: others may use the room of its weights",
+    ("unpinned", ""): "unpinned: other models may use the memory of its weights",
     ("prefetch", ""): "an operator or the placement asked for its weights",
     ("to be evicted", ""): "an operator asked to evict its weights",
-    ("no room", ""): "its weights are not loaded: they do not fit, and may evict no others",
+    (
+        "no room",
+        "",
+    ): "its weights are not loaded: they do not fit, and no other weights may be evicted for them",
     ("load failed", ""): "its weights could not be loaded: {why}",
     ("abandon load", ""): "the read or load of its weights is abandoned: nothing waits for them",
     (
@@ -42,8 +45,8 @@ _SENTENCES = {
         "required",
     ): "its weights wait for their load: the model is pinned, or to be warmed up",
     ("weights queued", "demand"): "its weights wait for their load: requests need them",
-    ("weights queued", "prefetch"): "its weights wait for their load ahead of requests",
-    ("weights queued", "restore"): "its weights wait for their turn to return into free room",
+    ("weights queued", "prefetch"): "its weights wait to be loaded before requests arrive",
+    ("weights queued", "restore"): "its weights wait to be loaded into free memory again",
     ("weights reading", ""): "reading its weights from disk",
     ("weights loading", ""): "its weights load ({bytes})",
     ("weights resident", "loaded"): "its weights are on the device after {seconds}",
@@ -70,7 +73,7 @@ _SENTENCES = {
     ("model ready", ""): "ready",
     ("model draining", ""): "no stub needs the model; its last executions end",
     ("model failed", ""): "failed to start",
-    ("model gone", ""): "the version has left",
+    ("model gone", ""): "the version was removed",
 }
 #: Words for the reasons of refusals.
 _REFUSALS = {
@@ -80,8 +83,8 @@ _REFUSALS = {
     "unknown_variant": "no module is compiled for that input shape",
     "paused": "the model was paused",
     "not_resident": "its weights were not on the device, and requests do not load them",
-    "no_memory": "its weights had found no memory",
-    "not_loaded": "its weights could not be loaded a moment before",
+    "no_memory": "shortly before, there had been no memory for its weights",
+    "not_loaded": "shortly before, its weights could not be loaded",
 }
 #: For each outcome of a request, the words before its time.
 _OUTCOMES = {
@@ -137,11 +140,11 @@ def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
 def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     """Return a sentence about how one request's time was spent."""
     rows = f"{slow.rows} {'row' if slow.rows == 1 else 'rows'}"
-    by_meta = ", asked for by a meta model," if slow.call else ""
+    by_meta = ", called by a meta model," if slow.call else ""
     parts = [
         (slow.paused_s, "for the end of a pause"),
         (slow.weights_s, "for its weights"),
-        (slow.peers_s, "for others to join (max_delay_us)"),
+        (slow.peers_s, "for more requests to share its execution (max_delay_us)"),
         (slow.others_s, _behind(slow)),
     ]
     parts_shown = [f"{duration(seconds)} {part}" for seconds, part in parts if seconds >= MIN_PART_S]
@@ -151,7 +154,7 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     text += (
         f"waited {duration(waited)}: {', '.join(parts_shown)}"
         if len(parts_shown) > 1
-        else f"waited {''.join(parts_shown) or 'for nothing'}"
+        else f"waited {''.join(parts_shown) or 'no time'}"
     )
     if slow.batch_requests:
         text += f"; {'executes' if slow.outcome == 'executing' else 'executed'} {_batch(slow)}"
@@ -166,7 +169,7 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
 
 
 def _behind(slow: pb.SlowRequest) -> str:
-    names = ["other requests for it" if name == slow.model else name for name in slow.behind]
+    names = ["other requests for this model" if name == slow.model else name for name in slow.behind]
     return f"behind {' and '.join(names)}" if names else "for the device"
 
 

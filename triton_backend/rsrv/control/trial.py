@@ -31,7 +31,7 @@ async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
     body = json.dumps({"inputs": _checked(inputs)})
     if not address:
         raise PageError(
-            409, "tritonserver was started with --allow-http=false, and the form needs its HTTP port"
+            409, "tritonserver was started with --allow-http=false, but this form needs its HTTP port"
         )
     url = URL(f"http://{address}/v2/models/{quote(model, safe='')}/infer", encoded=True)
     try:
@@ -44,7 +44,10 @@ async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
             async for some in answer.content.iter_any():
                 text += some
                 if len(text) > _MAX_ANSWER:
-                    raise PageError(502, f"the answer has more than {_MAX_ANSWER >> 10} kB: use the command")
+                    raise PageError(
+                        502,
+                        f"the answer has more than {_MAX_ANSWER >> 10} kB: send the request with the command on the page",
+                    )
             return answer.status, text.decode(errors="replace")
     except TimeoutError:
         raise PageError(504, f"no answer within {_TIMEOUT_S:g} s") from None
@@ -66,7 +69,7 @@ def _checked(inputs: Any) -> list[Mapping[str, Any]]:
                     data
                 ):
                     raise PageError(
-                        400, f"{name:.80}: the shape {shape!s:.80} does not take {len(data)} values"
+                        400, f"{name:.80}: the shape {shape!s:.80} does not fit {len(data)} values"
                     )
                 if not all(isinstance(value, (bool, int, float, str)) for value in data):
                     raise PageError(400, f"{name:.80}: the values must be numbers or texts")

@@ -70,11 +70,11 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     mode = options.last("model-control-mode", "none").lower()
     trouble = ""
     if not options.is_on("allow-grpc", default=True):
-        trouble = "tritonserver was started with --allow-grpc=false, and its models are managed over gRPC"
+        trouble = "tritonserver was started with --allow-grpc=false, but rsrv manages its models over gRPC"
     elif options.is_on("grpc-use-ssl", default=False) or options.is_on("grpc-use-ssl-mutual", default=False):
         trouble = (
-            "tritonserver's gRPC front end wants TLS, which the control process does not speak; "
-            "serve it without TLS on an address of this machine, and end TLS before it"
+            "tritonserver's gRPC port requires TLS, which the control process does not support; "
+            "serve gRPC without TLS on an address of this machine, behind a proxy that ends TLS"
         )
     return TritonEndpoint(
         _reached(options, "grpc"),

@@ -64,7 +64,7 @@ def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = N
         single = os.path.exists(root / _MANIFEST)
         names = [root.name] if single else os.listdir(root)
     except FileNotFoundError:
-        return Seen(None, trouble="is not there")
+        return Seen(None, trouble="does not exist")
     except OSError as error:
         return Seen(None, trouble=f"cannot be read ({error.strerror})")
     bundles: dict[str, Signature] = {}
@@ -229,7 +229,7 @@ async def _listen(roots: Iterable[Path], notices: Notices) -> None:
             notices.add(path for _, path in changes)
     except* (OSError, RuntimeError) as errors:  # awatch raises a group if its thread cannot start
         log.info(
-            "the kernel gives no notices of changes of bundles (%s): they are found by the periodic scans",
+            "the kernel does not report changes of bundles (%s), so only the periodic scans find them",
             errors.exceptions[0],
         )
 

@@ -83,11 +83,11 @@ DOWN = "the model runtime is not reachable; it is being restarted, try again"
 UNLOADED = "the model is being unloaded"
 NOT_AGAIN = "the model runtime does not load this model again; the server's log says why"
 NOT_STARTED = "the model could not be started: %s"
-LATE = "the deadline passed before the answer was there"
+LATE = "the deadline passed before the answer was ready"
 CLIENT_CANCELLED = "the request was cancelled"
-STUCK = "the model runtime takes no requests at the moment; try again later"
+STUCK = "the model runtime accepts no requests at the moment; try again later"
 #: This text follows the name of the process.
-NO_DESCRIPTORS = "has as many open files as it may have (ulimit -n)"
+NO_DESCRIPTORS = "has reached its limit of open files (ulimit -n)"
 NO_MEMORY = "the server has no memory for this request; try again later"
 NOT_HANDLED = "the request could not be handled; the server's log says why"
 
@@ -97,8 +97,8 @@ SUSPECT = (
 )
 EQUAL = f"two runtimes ended while they executed a request with equal inputs, so this one is not tried. Send other {_CRASH}"
 CROWDED = (
-    "the model is starting, and no more requests may wait for it. Send it again later, or start the model ahead with "
-    "`rsrv prefetch --warm`"
+    "the model is starting, and no more requests may wait for it. Send the request again later, or start the model in "
+    "advance with `rsrv prefetch --warm`"
 )
 #: The fields are STEP and TIME_LEFT, as far as they are known, and three times in seconds: how long the request has waited, may
 #: wait for a step, and may wait in all.
@@ -115,7 +115,9 @@ TOO_SOON = (
 )
 
 NOT_UTF8 = "the request's id and parameters must be UTF-8"
-UNKNOWN_PARAMETER = "unknown parameter %s; rsrv has rsrv_deadline_unix_ns, rsrv_priority and rsrv_sticky"
+UNKNOWN_PARAMETER = (
+    "unknown parameter %s; the parameters of rsrv are rsrv_deadline_unix_ns, rsrv_priority and rsrv_sticky"
+)
 NO_INTEGER = "parameter %s must be a whole number from %s to %s, got %s"
 NO_RUN = "parameter %s is for sub-calls of meta models"
 THE_REQUEST = "the request "
@@ -129,7 +131,9 @@ WRONG_LENGTH = (
     "the inputs have the lengths %s along the padded axis; give all of them one length, from 1 to %ld"
 )
 ROWS_DIFFER = "the inputs disagree on the number of rows: %s"
-TOO_MANY_ROWS = "%ld rows exceed the largest compiled batch size; compiled are %s. Send fewer rows a request"
+TOO_MANY_ROWS = (
+    "%ld rows exceed the largest compiled batch size; compiled are %s. Send fewer rows per request"
+)
 OTHER_SIZE = "%ld rows: this model runs at its compiled batch sizes only: %s"
 
 # --- texts for operators ------------------------------------------------------------------------------------
@@ -143,15 +147,15 @@ ENDED_SILENTLY = (
 DID_NOT_START = "the runtime did not start: %s"
 WAS_KILLED = "the runtime was killed while it started; the server's log may say more"
 NOT_READY = "it was not ready in time"
-DOES_NOT_READ = "the runtime does not read"
+DOES_NOT_READ = "the runtime does not read its socket"
 #: The field is GREETING_TIMEOUT_S.
 NOT_ACCEPTED = (
-    "the runtime accepted no connection within %.0f s: it is stopped, or it has reached its limit of open files, "
-    "which the server's log then says; raise that limit (ulimit -Hn, a container's --ulimit nofile)"
+    "the runtime accepted no connection within %.0f s: it is stopped, or it has reached its limit of open files. If the "
+    "server's log reports that limit, raise it (ulimit -Hn, a container's --ulimit nofile)"
 )
-NO_BOARD = "the runtime's greeting lacks its board or the number of devices"
+NO_BOARD = "the runtime's first message lacks its board or the number of devices"
 LOST = "lost the runtime: %s"
-NOT_REACHED = "no runtime yet: %s"
+NOT_REACHED = "no connection to the runtime yet: %s"
 RECONNECTED = "reconnected to the runtime"
 REJECTS = "the runtime rejects the model: %s"
 ENDED_EARLY = "the runtime ended before the model was ready: %s"

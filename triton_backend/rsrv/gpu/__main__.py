@@ -144,7 +144,7 @@ def _bundles(paths: list[Path]) -> list[Path]:
     among = [bundle for path in paths for bundle in ([path] if _is_bundle(path) else sorted(path.iterdir()))]
     if bundles := [path.absolute() for path in among if _is_bundle(path)]:
         return bundles
-    raise OSError(f"{', '.join(map(str, paths))}: no bundles. Name bundles, or folders of bundles")
+    raise OSError(f"{', '.join(map(str, paths))}: no bundles found. Name bundles, or folders of bundles")
 
 
 def _is_bundle(path: Path) -> bool:

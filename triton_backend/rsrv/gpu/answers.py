@@ -148,7 +148,7 @@ def numerics(part_input: PartInput, tell: Tell) -> None:
 
 def _judge(title: str, product: Array, expected: Array, allowed: float, computes: str | None) -> Finding:
     _, error = difference(product, expected)
-    precision = "" if computes is None else f"; left to itself, the device multiplies in {computes}"
+    precision = "" if computes is None else f"; by default, the device multiplies in {computes}"
     return check(
         title,
         error <= allowed and computes != "indeterminate",

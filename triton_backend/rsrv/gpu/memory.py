@@ -52,7 +52,7 @@ def budget(part_input: PartInput, tell: Tell) -> None:
             "outside of the allocator",
             "MEASURED",
             amount(max(0, outside)),
-            "taken by libraries when the device starts, beside the CUDA context",
+            "taken by libraries when the device starts, in addition to the CUDA context",
             {"bytes": outside},
         )
     )
@@ -89,9 +89,13 @@ def out_of_memory(part_input: PartInput, tell: Tell) -> None:
     (buffer,) = device.upload([pattern])
     same = np.array_equal(np.asarray(buffer), pattern)
     device.free([buffer])
-    tell(check("a load after that", same, "contents compared", "the device serves on when memory is free"))
+    tell(
+        check(
+            "a load after that", same, "contents compared", "the device continues when memory is free again"
+        )
+    )
     run(device, executable, [], [pattern.reshape(_SIDE, _SIDE)] * 2)
-    tell(check("an execution after that", True, "done", "the device serves on when memory is free"))
+    tell(check("an execution after that", True, "done", "the device continues when memory is free again"))
     buffers, again = _fill(device, limit)
     device.free(buffers)
     value = f"{percent(again / first)} of the first time"

@@ -66,7 +66,7 @@ def bandwidth(part_input: PartInput, tell: Tell) -> None:
             limit = measure(f"driver to the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyHtoD_v2"))
             measure(f"driver from the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyDtoH_v2"))
     share = locked / limit
-    title = "page-locked weights beside the driver's own rate"
+    title = "page-locked weights compared to the driver's own rate"
     tell(check(title, share >= _SHARE, percent(share), f"at least {percent(_SHARE)}: no copy on the way"))
 
 
@@ -76,7 +76,7 @@ def overlap(part_input: PartInput, tell: Tell) -> None:
     execute = _Products(device, part_input.amounts.side)
     execute.once()
     alone = median(execute.once() for _ in range(part_input.amounts.rounds))
-    title = "a second launch beside an execution"
+    title = "a second launch during an execution"
     if device.asynchronous:
         started = time.perf_counter()
         launched = [execute.launch(), execute.launch()]
@@ -100,19 +100,19 @@ def overlap(part_input: PartInput, tell: Tell) -> None:
     beside = median(seconds)
     tell(
         Finding(
-            "a load beside executions",
+            "a load during executions",
             "MEASURED",
             f"{percent(idle / busy)} of the idle rate",
-            f"{duration(idle)} idle, {duration(busy)} beside executions of {duration(alone)}",
+            f"{duration(idle)} idle, {duration(busy)} during executions of {duration(alone)}",
             {"idle_s": idle, "busy_s": busy},
         )
     )
     value, reason = (
         f"{beside / alone:.2f} times as long",
-        f"{duration(alone)} alone, {duration(beside)} beside loads",
+        f"{duration(alone)} alone, {duration(beside)} during loads",
     )
     figures = {"alone_s": alone, "beside_s": beside}
-    tell(Finding("executions beside a load", "MEASURED", value, reason, figures))
+    tell(Finding("executions during a load", "MEASURED", value, reason, figures))
 
 
 class _Products:

@@ -190,7 +190,7 @@ def stub_findings(facts: Mapping[str, Any]) -> list[Finding]:
     else:
         value = f"{numpy} does not work with this Triton"
         reason = (
-            "rsrv works around it, which costs 0.1 ms a tensor, and refuses text; your own Python models return empty "
+            "rsrv works around it, which costs 0.1 ms per tensor, and refuses text; your own Python models return empty "
             "tensors with the status OK. Install numpy<2 into this Python"
         )
         findings.append(Finding("numpy of the stubs", "MEASURED", value, reason))
@@ -235,10 +235,14 @@ def _check_served(
 
     tell(_timed("calls between models (BLS)", call, "a Python model calls another one through Triton"))
     os.kill(served.runtime_pid(), signal.SIGKILL)
-    reason = "a call at once after the runtime was killed; it must wait for the next one"
+    reason = "a call immediately after the runtime was killed; it must wait for the next runtime"
     tell(_timed("BLS while the runtime restarts", call, reason))
     os.kill(served.runtime_pid(), signal.SIGKILL)
-    tell(_timed("kill -9 of the runtime", right, "requests at once after it; they must wait and be answered"))
+    tell(
+        _timed(
+            "kill -9 of the runtime", right, "requests immediately after it; they must wait and be answered"
+        )
+    )
     manifest = bundles / models[0] / "manifest.yaml"
     manifest.write_text(manifest.read_text().replace("description: '", "description: 'Reloaded. ", 1))
 

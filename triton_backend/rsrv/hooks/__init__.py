@@ -19,7 +19,7 @@ def floats(array: npt.NDArray[Any], name: str) -> None:
     """Raise ValueError unless `array` has a floating-point type of numpy. `name` is the array's name in the message."""
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
-            f"{name} are floats, not {array.dtype}; bf16 reaches hooks as the u16 of its bits: let the model return f32"
+            f"{name} must be floats, not {array.dtype}; hooks get bf16 as u16 with the same bits: let the model return f32"
         )
 
 

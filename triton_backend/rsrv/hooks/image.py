@@ -67,7 +67,7 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     elif files.ndim == 2 and files.dtype == np.uint8:
         rows = files
     else:
-        raise ValueError(f"files are strings [n] or u8 [n, bytes], not {files.dtype} {list(files.shape)}")
+        raise ValueError(f"files must be strings [n] or u8 [n, bytes], not {files.dtype} {list(files.shape)}")
     opened: list[PIL.Image.Image] = []
     for row, padded in enumerate(rows):
         with _blame_row(row):

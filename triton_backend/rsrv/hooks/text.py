@@ -36,7 +36,7 @@ def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
     coded = [text.encode() if isinstance(text, str) else text for text in texts]
     longest = max([1, *map(len, coded)])
     if width is not None and width < longest:
-        raise ValueError(f"a text of {longest} bytes in rows of {width}")
+        raise ValueError(f"a text has {longest} bytes, but a row has only {width}")
     rows = np.zeros((len(coded), width or longest), np.uint8)
     for row, encoded in zip(rows, coded, strict=True):
         row[: len(encoded)] = np.frombuffer(encoded, np.uint8)
@@ -100,7 +100,7 @@ def _no_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise BadInput(f"the model's tokeniser gives up on this text: {error!s:.200}") from None
+        raise BadInput(f"the model's tokeniser cannot process this text: {error!s:.200}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Tokeniser:
         least = max(1, *(self._tokenizer.num_special_tokens_to_add(pair) for pair in (False, True)))
         if max(self._lengths, default=0) < least:
             raise ValueError(
-                f"lengths are {self._lengths}: the largest must be at least {least}, for the marks around texts"
+                f"lengths are {self._lengths}: the largest must be at least {least}, because of the special tokens around texts"
             )
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)

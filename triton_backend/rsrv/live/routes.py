@@ -78,7 +78,7 @@ class LivePage:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if self._watchers >= _MAX_WATCHERS:
             raise web.HTTPServiceUnavailable(
-                text=f"the page has {_MAX_WATCHERS} watchers already; close one\n"
+                text=f"the page already has {_MAX_WATCHERS} watchers; close one of them\n"
             )
         self._watchers += 1
         try:
@@ -119,7 +119,7 @@ class LivePage:
         values = await self._order(request, _MAX_BODY, "server", "model", "what")
         server, model, action = map(str, values)
         if action not in ACTIONS:
-            return web.Response(status=400, text=f"what must be one of {', '.join(ACTIONS)}\n")
+            return web.Response(status=400, text=f"`what` must be one of {', '.join(ACTIONS)}\n")
         log.info("live page at %s: %s %s at %s", request.remote, action, model, server)
         try:
             await self._source.steer(server, model, action)

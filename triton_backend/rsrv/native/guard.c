@@ -52,7 +52,7 @@ TRITONSERVER_Error* TRITONBACKEND_ModelBatcherInitialize(TRITONBACKEND_Batcher**
     error = error ? error : TRITONSERVER_MessageSerializeToJson(message, &json, &bytes);
     struct guarded* guarded = error ? NULL : calloc(1, sizeof *guarded);
     char* config = error ? NULL : strndup(json, bytes);
-    if (!error && (!guarded || !config)) error = TRITONSERVER_ErrorNew(CODE_UNAVAILABLE, "no memory is left");
+    if (!error && (!guarded || !config)) error = TRITONSERVER_ErrorNew(CODE_UNAVAILABLE, "no memory is left to load the model");
     if (!error) {
         guarded->axes = axes_in(config);
         snprintf(guarded->name, sizeof guarded->name, "%s", name);
@@ -150,7 +150,7 @@ static const char* fault(TRITONBACKEND_Request* request, const struct guarded* m
             return "a string that is longer than its tensor";
     }
     if (error) TRITONSERVER_ErrorDelete(error);
-    return error || axes == model->axes ? NULL : "no rows, or a multiple of 2^32";
+    return error || axes == model->axes ? NULL : "no rows, or with a multiple of 2^32 rows,";
 }
 
 TRITONSERVER_Error* TRITONBACKEND_ModelBatchIncludeRequest(TRITONBACKEND_Request* request, void* batch, bool* include) {

@@ -113,7 +113,7 @@ static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final
             text_add(why, NOT_ACCEPTED, (double)GREETING_TIMEOUT_NS / NS_PER_S);
             *final = true;
         } else if (found < 0)
-            text_add(why, "%s; if it goes on, install the same rsrv for the native front and for the runtime", reason);
+            text_add(why, "%s; if this error repeats, install the same rsrv for the native front and for the runtime", reason);
         else if (frame.kind != FRAME_WELCOME)
             text_add(why, FOREIGN_PEER);
     } else

@@ -214,19 +214,24 @@ static struct tensor* next_tensors(struct cursor* from, uint32_t count, bool bat
         tensor->rank = *next(from, 1);
         tensor->batch_axis = (int16_t)u16_at(next(from, 2));
         tensor->padded_axis = (int16_t)u16_at(next(from, 2));
-        refuse(from, type >= sizeof TYPES / sizeof *TYPES || tensor->rank > MAX_RANK, "a tensor is of no known type");
-        refuse(from, tensor->batch_axis < -1 || tensor->batch_axis >= (int32_t)tensor->rank, "a batch axis is wrong");
-        refuse(from, tensor->padded_axis < -1 || tensor->padded_axis >= (int32_t)tensor->rank, "a padded axis is wrong");
-        refuse(from, tensor->padded_axis >= 0 && tensor->padded_axis == tensor->batch_axis, "a padded axis is wrong");
+        refuse(from, type >= sizeof TYPES / sizeof *TYPES || tensor->rank > MAX_RANK,
+               "the model's description has a tensor of an unknown type");
+        refuse(from, tensor->batch_axis < -1 || tensor->batch_axis >= (int32_t)tensor->rank,
+               "the model's description has a wrong batch axis");
+        refuse(from, tensor->padded_axis < -1 || tensor->padded_axis >= (int32_t)tensor->rank,
+               "the model's description has a wrong padded axis");
+        refuse(from, tensor->padded_axis >= 0 && tensor->padded_axis == tensor->batch_axis,
+               "the model's description has a wrong padded axis");
         if (from->why) break;
         tensor->type = TYPES[type].triton;
         tensor->item_bytes = tensor->row_bytes = TYPES[type].bytes;
         for (uint32_t axis = 0; axis < tensor->rank; axis++) {
             int64_t extent = tensor->dims[axis] = (int64_t)next_u64(from);
             bool open = !batched || (int32_t)axis == tensor->batch_axis;
-            refuse(from, extent < (open ? -1 : 0), "an extent is negative");
+            refuse(from, extent < (open ? -1 : 0), "the model's description has a negative extent");
             if (extent < 0 || from->why) continue;
-            refuse(from, extent && tensor->row_bytes > MAX_TENSOR_BYTES / (uint64_t)extent, "a tensor is too large");
+            refuse(from, extent && tensor->row_bytes > MAX_TENSOR_BYTES / (uint64_t)extent,
+                   "the model's description has a tensor that is too large");
             tensor->row_bytes *= (uint64_t)extent;
         }
     }
@@ -260,7 +265,7 @@ static void next_variant(struct cursor* from, struct interface* model, struct va
     refuse(from, !variant->sizes, "no memory");
     for (uint32_t i = 0; i < variant->size_count && !from->why; i++) {
         uint32_t size = variant->sizes[i] = next_u32(from);
-        refuse(from, size <= previous || size > MAX_ROWS, "batch sizes do not ascend");
+        refuse(from, size <= previous || size > MAX_ROWS, "the model's description has batch sizes that do not ascend");
         previous = size;
     }
     variant->inputs = next_tensors(from, model->input_count, true);
@@ -268,12 +273,13 @@ static void next_variant(struct cursor* from, struct interface* model, struct va
     for (uint32_t i = 0; i < model->input_count + model->output_count && !from->why; i++) {
         const struct tensor* tensor =
             i < model->input_count ? &variant->inputs[i] : &variant->outputs[i - model->input_count];
-        refuse(from, tensor->batch_axis >= 0 && tensor->dims[tensor->batch_axis] != -1, "a batch axis is fixed");
-        refuse(from, tensor->row_bytes > MAX_TENSOR_BYTES / previous, "a tensor is too large");
+        refuse(from, tensor->batch_axis >= 0 && tensor->dims[tensor->batch_axis] != -1,
+               "the model's description has a batch axis of a fixed size");
+        refuse(from, tensor->row_bytes > MAX_TENSOR_BYTES / previous, "the model's description has a tensor that is too large");
         if (tensor->padded_axis < 0 || from->why) continue;
         int64_t length = tensor->dims[tensor->padded_axis];
         refuse(from, length < 1 || length > UINT32_MAX || (variant->length && length != variant->length),
-               "a padded axis is wrong");
+               "the model's description has a wrong padded axis");
         variant->length = (uint32_t)length;
     }
 }
@@ -284,7 +290,8 @@ static uint32_t* find_all(struct cursor* from, const struct tensor* wanted, cons
     refuse(from, !found, "no memory");
     for (uint32_t i = 0; i < count && !from->why; i++) {
         while (found[i] < count && strcmp(known[found[i]].name, wanted[i].name) != 0) found[i]++;
-        refuse(from, found[i] == count || known[found[i]].type != wanted[i].type, "its tensors are not the clients'");
+        refuse(from, found[i] == count || known[found[i]].type != wanted[i].type,
+               "the model's description has tensors that do not match the clients' tensors");
     }
     return found;
 }
@@ -297,7 +304,7 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
         return NULL;
     }
     atomic_init(&model->users, 1);
-    refuse(&from, next_u32(&from) != FLAT_MAGIC, "the model's description is of another version");
+    refuse(&from, next_u32(&from) != FLAT_MAGIC, "the model's description has another version");
     uint32_t flags = next_u32(&from);
     model->batched = flags & 1;
     model->exact = flags & 2;
@@ -310,23 +317,24 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
     uint64_t retry_ns = next_u64(&from);
     model->retry_ns = retry_ns < MAX_RETRY_NS ? (int64_t)retry_ns : MAX_RETRY_NS;
     model->key = next_text(&from);
-    refuse(&from, model->slot >= BOARD_BYTES / 8, "the model's cell is not on the board");
+    refuse(&from, model->slot >= BOARD_BYTES / 8, "the model's description has a cell outside of the board");
     model->client_inputs = next_tensors(&from, model->input_count, false);
     model->client_outputs = next_tensors(&from, model->output_count, false);
     model->variants = from.why ? NULL : calloc(model->variant_count, sizeof *model->variants);
     refuse(&from, !model->variants, "no memory");
     for (uint32_t i = 0; i < model->variant_count && !from.why; i++) next_variant(&from, model, &model->variants[i]);
-    refuse(&from, from.left != 0, "bytes are left over");
+    refuse(&from, from.left != 0, "the model's description has bytes after its end");
     if (!from.why) {
         const struct variant* first = &model->variants[0];
         model->input_of = find_all(&from, first->inputs, model->client_inputs, model->input_count);
         model->output_of = find_all(&from, model->client_outputs, first->outputs, model->output_count);
     }
     for (uint32_t i = 0; i < model->input_count && !from.why; i++)
-        refuse(&from, model->batched && model->client_inputs[i].rank == 0, "an input has no rows");
+        refuse(&from, model->batched && model->client_inputs[i].rank == 0, "the model's description has an input without rows");
     for (uint32_t v = 1; v < model->variant_count && !from.why; v++) {
         uint32_t shorter = model->variants[v - 1].length, longer = model->variants[v].length;
-        refuse(&from, shorter || longer ? shorter == 0 || shorter >= longer : false, "lengths do not ascend");
+        refuse(&from, shorter || longer ? shorter == 0 || shorter >= longer : false,
+               "the model's description has lengths that do not ascend");
         for (uint32_t i = 0; i < model->input_count + model->output_count && !from.why; i++) {
             bool is_input = i < model->input_count;
             uint32_t at = is_input ? i : i - model->input_count;
@@ -334,7 +342,7 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
             const struct tensor* mine = is_input ? &variant->inputs[at] : &variant->outputs[at];
             const struct tensor* its = is_input ? &first->inputs[at] : &first->outputs[at];
             refuse(&from, mine->type != its->type || mine->rank != its->rank || mine->padded_axis != its->padded_axis,
-                   "variants differ in more than extents");
+                   "the model's description has variants that differ in more than extents");
         }
     }
     *why = from.why;

@@ -315,7 +315,8 @@ static bool find_inputs(struct pending* pending, TRITONBACKEND_Input** found, st
             return false;
         }
         if (type != expected->type) {
-            request_fail(pending, INVALID, THE_REQUEST "has %s with another type", quoted(name, TEXT_BYTES).bytes);
+            request_fail(pending, INVALID, THE_REQUEST "has input %s with another type than the model's",
+                         quoted(name, TEXT_BYTES).bytes);
             return false;
         }
         found[at] = input;
@@ -398,7 +399,7 @@ static bool write_input(struct pending* pending, TRITONBACKEND_Input* input, con
         if (!worked(pending, TRITONBACKEND_InputBuffer(input, i, &buffer, &bytes, &memory, &memory_id))) return false;
         if (memory != MEMORY_CPU && memory != MEMORY_CPU_PINNED) {
             request_fail(
-                pending, INVALID, "input '%s' is in a GPU's memory, and the native front reads the host's", tensor->name);
+                pending, INVALID, "input '%s' is in a GPU's memory, but the native front reads host memory only", tensor->name);
             return false;
         }
         uint64_t skipped = bytes < before ? bytes : before;
@@ -412,7 +413,7 @@ static bool write_input(struct pending* pending, TRITONBACKEND_Input* input, con
         copied += bytes;
     }
     if (copied == expected) return true;
-    request_fail(pending, INVALID, "input '%s' has another size than its shape says", tensor->name);
+    request_fail(pending, INVALID, "the size of input '%s' does not match its shape", tensor->name);
     return false;
 }
 
@@ -507,7 +508,8 @@ static uint8_t* add_output(struct pending* pending, TRITONBACKEND_Response* resp
         return NULL;
     if (memory != MEMORY_CPU && memory != MEMORY_CPU_PINNED) {
         request_fail(
-            pending, INVALID, "output '%s' is wanted in a GPU's memory, and the native front writes the host's", tensor->name);
+            pending, INVALID, "output '%s' is requested in a GPU's memory, but the native front writes to host memory only",
+            tensor->name);
         return NULL;
     }
     // Triton has no buffer for an output without elements.

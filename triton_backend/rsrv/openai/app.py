@@ -195,7 +195,7 @@ class Api:
                         text = f"the body has more than {MAX_BODY >> 20} MiB; send fewer texts in a call"
                         raise ApiError(413, "INVALID", text)
                     if self._bodies > MAX_BODIES:
-                        text = f"calls with {MAX_BODIES >> 20} MiB are in progress; retry after 1 s"
+                        text = f"the bodies of the calls in progress have reached {MAX_BODIES >> 20} MiB, the limit; retry after 1 s"
                         raise ApiError(429, "QUEUE_FULL", text, retry_after_s=1.0)
         except TimeoutError:
             raise ApiError(408, "DEADLINE", f"the body has not arrived within {BODY_S:g} s") from None
@@ -300,6 +300,6 @@ def _failure(error: Exception) -> ApiError:
     if isinstance(error, web.RequestPayloadError):
         return invalid("the body cannot be read: it does not have the announced encoding or length")
     if isinstance(error, ConnectionError):
-        return ApiError(499, "CANCELLED", "the client is gone")
+        return ApiError(499, "CANCELLED", "the client has closed the connection")
     log.error("a call failed", exc_info=error)
     return ApiError(500, "INTERNAL", "rsrv openai has failed; its log has the reason")

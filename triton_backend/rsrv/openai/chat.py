@@ -49,7 +49,7 @@ class ChatTemplates:
         """
         marked = [_marked(index, message) for index, message in enumerate(messages)]
         if sum(len(text) for message in messages for text in message.values()) > MAX_PROMPT:
-            raise invalid(f"they have more than {MAX_PROMPT:,} characters", "messages")
+            raise invalid(f"the messages have more than {MAX_PROMPT:,} characters together", "messages")
         variables = {name: text for name, text in chat.items() if name != "template"}
         request = {
             "template": chat["template"],
@@ -59,7 +59,7 @@ class ChatTemplates:
         }
         answer = await self._ask(json.dumps(request, ensure_ascii=False).encode())
         if "error" in answer:
-            raise invalid(f"the chat template refuses it: {answer['error']}", "messages")
+            raise invalid(f"the chat template refuses the messages: {answer['error']}", "messages")
         prompt: str = answer["prompt"]
         if not _PAIRS.fullmatch(prompt):
             raise invalid("the chat template cuts a message in two, which is not supported", "messages")
@@ -80,10 +80,10 @@ class ChatTemplates:
                 self._process = process
             except TimeoutError:
                 raise invalid(
-                    f"the chat template takes more than {MAX_TEMPLATE_S:g} s for it", "messages"
+                    f"the chat template takes more than {MAX_TEMPLATE_S:g} s for these messages", "messages"
                 ) from None
             except (EOFError, ConnectionError):
-                raise ApiError(500, "INTERNAL", "the process of chat templates has ended") from None
+                raise ApiError(500, "INTERNAL", "the process that renders chat templates has ended") from None
             finally:
                 if self._process is None:
                     _kill(process)
@@ -98,7 +98,9 @@ class ChatTemplates:
                 await process.stdout.readuntil()
         except (TimeoutError, EOFError):
             _kill(process)
-            raise ApiError(500, "INTERNAL", "the process of chat templates does not start") from None
+            raise ApiError(
+                500, "INTERNAL", "the process that renders chat templates does not start"
+            ) from None
         except BaseException:
             _kill(process)
             raise

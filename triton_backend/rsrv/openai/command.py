@@ -63,7 +63,7 @@ def _operator(key_file: Path | None) -> Metadata:
 async def _serve(options: argparse.Namespace, operator: Metadata) -> None:
     where = parse_address(options.listen, any_host=True, any_port=True)
     if reason := closed_reason(options.listen, options.keys):
-        raise KeysError(f"{reason}. Name it with --keys, or listen on 127.0.0.1")
+        raise KeysError(f"{reason}. Name a file of keys with --keys, or listen on 127.0.0.1")
     parse_address(options.server)
     renewals = Renewals()
     keys: Callable[[], Keys] | None = None

@@ -109,7 +109,11 @@ async def pieces(call: ModelCall[Any]) -> AsyncGenerator[Piece, None]:
 def _decode(tokens: Sequence[int]) -> str:
     """Return the text of tokens that are bytes."""
     if any(token > 255 for token in tokens):
-        raise ApiError(500, "INTERNAL", "a token of the model is not a byte; its bundle names the wrong role")
+        raise ApiError(
+            500,
+            "INTERNAL",
+            "the model returned a token that is not a byte; its bundle gives that output the wrong role",
+        )
     return bytes(tokens).decode(errors="replace")
 
 

@@ -30,7 +30,7 @@ def render(
     for part in _template(template).generate(messages=messages, add_generation_prompt=True, **variables):
         prompt += part
         if len(prompt) > most:
-            raise TemplateError(f"it makes more than {most:,} characters")
+            raise TemplateError(f"the prompt has more than {most:,} characters")
     return prompt
 
 
@@ -54,7 +54,7 @@ def answer(request: Any) -> dict[str, str]:
     try:
         return {"prompt": render(**request)}
     except MemoryError:
-        return {"error": f"it needs more than {MAX_MEMORY >> 20} MiB"}
+        return {"error": f"the template needs more than {MAX_MEMORY >> 20} MiB"}
     except Exception as error:  # noqa: BLE001  a template may fail in any way
         return {"error": f"{error!s:.200}" or type(error).__name__}
 

@@ -127,7 +127,8 @@ async def score(call: ModelCall[ScoreBody]) -> dict[str, Any]:
     firsts, seconds = call.body.text_1, call.body.text_2
     if len(firsts) not in (1, len(seconds)):
         raise invalid(
-            f"text_1 has {len(firsts)} texts and text_2 has {len(seconds)}: give one, or as many", "text_1"
+            f"text_1 has {len(firsts)} texts and text_2 has {len(seconds)}: give text_1 one text, or as many as text_2",
+            "text_1",
         )
     pairs = list(zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False))
     scores = await _scores(call, "text_2", pairs)

@@ -197,13 +197,13 @@ def warn(
     for names in runtimes.values():
         if len(names) > 1:
             yield (
-                f"{_names(names)} are one server, or have the same `control`, so its device counts more than once: "
+                f"{_names(names)} are one server, or have the same `control`, so the server's device counts more than once: "
                 "name the server once, by one address"
             )
     if options.mode != "lpt_packing":
         return
     if not started:
-        yield "nothing is packed yet: not all workers have answered"
+        yield "models are not packed onto workers yet, because not all workers have answered"
     silent = sorted(name for name, view in views.items() if view.alive and view.instance is None)
     if silent:
         yield (
@@ -223,7 +223,7 @@ def warn(
         )
     unknown = sorted(name for name in options.models if name not in fleet.models)
     if unknown:
-        yield f"no worker serves {_names(unknown)}, named in models"
+        yield f"no worker serves {_names(unknown)}, which the key `models` names"
     yield from _warn_of_sizes(fleet)
     yield from _warn_of_wishes(options, views, fleet)
 
@@ -235,8 +235,8 @@ def _warn_of_sizes(fleet: Fleet) -> Iterator[str]:
         if unit.bytes > most:
             yield (
                 f"{_names(unit.models)} {'need' if unit.models[1:] else 'needs'} {amount(unit.bytes)} of one "
-                f"device, and the most that a device has for weights is {amount(most)} "
-                "(runtime.weight_budget_bytes, less what is pinned)"
+                f"device, but no device has more than {amount(most)} for weights "
+                "(runtime.weight_budget_bytes minus pinned weights)"
             )
 
 
@@ -249,16 +249,17 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
         missing = [number for number in own.devices or () if number not in numbers]
         if missing:
             yield (
-                f"models.{name}.devices names {_names([str(number) for number in missing])}, and the devices are 0 to {last}: "
-                "correct the key; the others of the list count, or all devices if there are none"
+                f"models.{name}.devices names {_names([str(number) for number in missing])}, but the devices are 0 to {last}: "
+                "correct the key; until then, the other devices of the list are used, or all devices if it has no others"
             )
     pins = options.pins
     for unit in fleet.units:
-        # A server that places models itself is treated as one worker, and it follows the pins.
+        # A server that places models itself follows the pins. It is one worker with several devices, so it gets no warning.
         if not have_common_device(unit.models, pins) and all(views[w].devices == 1 for w in unit.allowed):
             yield (
                 f"models.NAME.devices of {_names([name for name in unit.models if name in pins])} have no device in common, "
-                "but calls connect these models: with several servers, all of them are on any one device; name a common device"
+                "but calls connect these models: with several servers, they are placed together on any device; name a common "
+                "device"
             )
         for name in unit.models:
             replicas = options.of_model(name, "replicas")

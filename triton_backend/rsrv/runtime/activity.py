@@ -238,7 +238,7 @@ class Watchdog:
 def describe(task: Task, seconds: float) -> str:
     """Describe a task that hangs, for the log."""
     if task.phase is Phase.LOOPING:
-        return f"the loop has not come round for {seconds:.1f} s"
+        return f"the main loop has not finished a round for {seconds:.1f} s"
     unit = "bytes in its largest tensor" if task.phase is Phase.LOADING else "rows"
     return (
         f"{task.key} hangs: it has been {task.phase.text} for {seconds:.1f} s "

@@ -127,7 +127,7 @@ def supervise(
         except OSError as error:
             delay = next_delay(delay)
             log.error(
-                "the control process's lock cannot be checked, so none is started for %.0f s: %s",
+                "the control process's lock cannot be checked, so no control process is started for %.0f s: %s",
                 delay,
                 error,
             )

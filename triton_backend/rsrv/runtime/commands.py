@@ -170,15 +170,17 @@ class Profiler:
         """Start a profile in a directory. None: end the profile that is being recorded. Raises CommandRefused."""
         if self.state == "changing":
             raise CommandRefused(
-                "FAILED_PRECONDITION", "a profile is being started or ended; try again later"
+                "FAILED_PRECONDITION", "a profile is being started or stopped; try again later"
             )
         if directory is None:
             if self.state == "idle":
-                raise CommandRefused("FAILED_PRECONDITION", "no profile runs")
+                raise CommandRefused("FAILED_PRECONDITION", "no profile is being recorded")
             action = device.stop_profile
         else:
             if self.state == "recording":
-                raise CommandRefused("FAILED_PRECONDITION", "a profile runs already: stop it first")
+                raise CommandRefused(
+                    "FAILED_PRECONDITION", "a profile is already being recorded: stop it first"
+                )
             path = Path(directory)
             if not path.is_absolute() or "\0" in directory:
                 raise CommandRefused(
@@ -208,7 +210,7 @@ def _start_profile(device: Device, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
         raise CommandRefused(
-            "INVALID_ARGUMENT", f"{directory} exists already; name a new directory"
+            "INVALID_ARGUMENT", f"{directory} already exists; name a new directory"
         ) from None
     except OSError as error:
         raise CommandRefused("FAILED_PRECONDITION", f"{directory} cannot be made: {error.strerror}") from None
@@ -300,7 +302,7 @@ class Commands:
         elif len(waiting) < _MAX_WAITING:
             waiting.append(command)
         else:
-            raise ProtocolError(f"{len(waiting)} commands wait for their answers already")
+            raise ProtocolError(f"{len(waiting)} commands are already waiting for answers")
 
     def leave(self, connection: PeerConnection) -> None:
         """Drop the waiting commands of a closed connection, and withdraw its `restart` or `sleep`."""
@@ -341,7 +343,7 @@ class Commands:
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
                 f"{wound.runs} runs of meta models, {len(self._stateful.generations)} generations and {wound.executions} "
-                "executions have not ended in time, so the runtime continues. Wait longer with --drain, or end it with "
+                "executions have not ended in time, so the runtime continues. Wait longer with --drain, or end the runtime with "
                 "--force: they begin again in the next runtime, but generations fail if they have sent tokens"
             )
             self._refuse_end(end, text)
@@ -367,7 +369,7 @@ class Commands:
             try:
                 self.successor.stay_back(self.record(0).SerializeToString())
             except OSError as error:
-                self._refuse_end(end, f"the note that the device sleeps cannot be written: {error}")
+                self._refuse_end(end, f"the file that marks the device as asleep cannot be written: {error}")
                 return
             self.sleeps = True
             self._registry.dismiss()
@@ -390,7 +392,7 @@ class Commands:
         """Answer a command that took time, and carry out the commands that have waited for it."""
         if connection is None:
             if refused is not None:
-                log.info("the device, which is idle, does not sleep: %s", refused)
+                log.info("the idle device could not be put to sleep: %s", refused)
             return
         waiting = self._waiting.pop(connection, None)
         if waiting is None:

@@ -176,7 +176,7 @@ class CompileCache:
         """Store an entry in the server's own directory. Remove the least recently used entries if there is no room."""
         if len(value) > self._own_bytes:
             self._log_once(
-                f"an executable of {len(value)} bytes is not kept: {own} has room for {self._own_bytes}"
+                f"an executable of {len(value)} bytes is not kept: {own} is limited to {self._own_bytes} bytes"
             )
             return
         try:

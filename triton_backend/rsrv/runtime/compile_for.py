@@ -40,18 +40,18 @@ from rsrv_bundle.modules import Signature
 #: Outcomes of a module, as the report names them.
 _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
     "compiled",
-    "of them not in the profile and not tuned",
+    "of them not tuned, because the profile lacks them",
     "kept",
     "left to the server",
 )
-_NO_ENGINE = "cuDNN executes their convolutions only as tuned on a card. `rsrv gpu profile` on such a card has the tuning"
+_NO_ENGINE = "cuDNN executes their convolutions only with kernels tuned on a card. Run `rsrv gpu profile` on such a card"
 #: Variant and batch size, the module in the form that is compiled, and its signature.
 Module = tuple[tuple[int, int], bytes, Signature]
 #: Name of the group of modules that `runtime.numerics` is probed with. Other groups have the name of their model.
 PROBE = "the probe of runtime.numerics"
 _UNTUNED = (
     "only the name of the card is known, so no kernel is tuned: cuBLAS and cuDNN choose kernels by rules of thumb, and "
-    "XLA does not compare its own kernels. `rsrv gpu profile` on such a card makes the tuning"
+    "XLA does not compare its own kernels. To tune them, run `rsrv gpu profile` on such a card"
 )
 
 
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:
-        _complain("interrupted; run it again for the modules that are not compiled yet")
+        _complain("interrupted; run rsrv-gen again to compile the remaining modules")
         return 130
 
 

@@ -173,7 +173,9 @@ class BlackBox:
             if os.write(self._fd, bytes(BYTES)) == BYTES:
                 self.memory = mmap.mmap(self._fd, BYTES)
         except OSError as error:
-            log.warning("%s: no black box: %s", path, error)
+            log.warning(
+                "%s cannot be written, so no model is blamed if this runtime crashes: %s", path, error
+            )
 
     def catch_signals(self) -> None:
         """Make a fatal signal write the threads' stacks to the file, after the slots."""

@@ -73,8 +73,8 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
         )
     elif refusal == _NO_VMM:
         why += (
-            "the card has no virtual memory management, by which XLA allocates: use a whole card, a MIG instance, or a vGPU "
-            "profile that has it"
+            "the card has no virtual memory management, which XLA needs to allocate memory: use a whole card, a MIG instance, or "
+            "a vGPU profile that has it"
         )
     elif card is None:
         why += "this machine or container has no device node of an NVIDIA card: start the container with --gpus all"

@@ -127,7 +127,7 @@ class CpuTransfers:
         # Memory of evicted weights that was kept for reuse does not count as free. Return it to the system, and check again.
         self._give_back()
         if needed > (spare := spare_memory()):
-            raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
+            raise OutOfMemory(f"{needed} bytes of host memory are needed, and {spare} are free")
 
     def _give_back(self) -> None:
         """Return the memory that was kept for reuse to the system."""

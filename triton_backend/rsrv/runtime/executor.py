@@ -126,9 +126,9 @@ class Executor:
         now = self._clock()
         if self.bans.executed(dispatch.model.key, now - started, now):
             log.warning(
-                "%s: slow executions took more than %.0f ms within %.0f s, although less than 1 ms was expected of each. A "
-                "thread executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are "
-                "overloaded",
+                "%s: slow executions took more than %.0f ms within %.0f s, although each was expected to take less than 1 ms. A "
+                "separate thread executes the model for the next %.0f s. Either the model's cost depends on its inputs, or the CPUs "
+                "are overloaded",
                 dispatch.model.key,
                 1e3 * BLOCKED_S,
                 WINDOW_S,

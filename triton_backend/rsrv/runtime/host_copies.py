@@ -260,9 +260,9 @@ class HostCopies:
         idle = [copy.model for copy in copies if copy.expires <= now]
         chosen, lacking = choose_copies([copy for copy in copies if copy.expires > now], excess)
         if idle:
-            log.info("host copies dropped, unused for idle.host: %s", ", ".join(idle))
+            log.info("host copies dropped because they were unused for idle.host: %s", ", ".join(idle))
         if chosen:
-            log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
+            log.info("host copies dropped because memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
         # Copies can be read again, but state cannot. If memory was short before, `short` may exceed `over`, because a shortage
@@ -276,7 +276,9 @@ class HostCopies:
             # While a read runs, the scheduler still treats the weights as on disk.
             if model is not None and model.host.is_read_ahead and not self._scheduler.on_disk(key):
                 mover.end_read_ahead(model.host)
-                log.info("%s: what was read for its load was dropped, memory is short", key)
+                log.info(
+                    "%s: weights that were read ahead for a load were dropped because memory is short", key
+                )
                 self.tell(model)
 
     def _make(self, spare: int) -> None:
@@ -293,7 +295,9 @@ class HostCopies:
                     victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
             if victims and not lacking:
                 # The level is debug because this may happen at each load without a copy, which is too often for operators.
-                log.debug("host copies dropped for that of %s: %s", key, ", ".join(victims))
+                log.debug(
+                    "host copies dropped to make room for the host copy of %s: %s", key, ", ".join(victims)
+                )
                 self._drop(victims)
                 return
             del self._wanting[key]

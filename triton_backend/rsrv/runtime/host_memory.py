@@ -77,7 +77,7 @@ def _read_note(path: Path) -> _Note:
                 isinstance(digest, str) and _NAME.fullmatch(digest) for digest in digests
             ):
                 return _Note(file, form, digests)
-    raise ValueError("it is not a note")
+    raise ValueError("its content is not what rsrv writes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class SharedMemory(HostMemory):
             if not self._said_private:
                 self._said_private = True
                 log.warning(
-                    "%s. Until then, further tensors have a copy per device, and are read again after a runtime's death",
+                    "%s. Until then, further tensors have a copy for each device, and are read again when a runtime has ended",
                     error,
                 )
             return super().place(digest, filled)
@@ -300,7 +300,7 @@ class SharedMemory(HostMemory):
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            log.warning("%s cannot be read, so the weights are: %s", path, error)
+            log.warning("%s cannot be read, so the weights are read from disk: %s", path, error)
             return None
 
     def note(self, file: WeightsFile, digests: Sequence[str]) -> None:

@@ -223,7 +223,7 @@ def use_cache(cache: CompileCache) -> bool:
 
     if not hasattr(compilation_cache, "get_file_cache"):
         log.warning(
-            "the compilation cache is off, so every start compiles: its interface in jax %s is unknown",
+            "rsrv does not know the interface of the compilation cache in jax %s, so every start compiles all modules",
             jax.__version__,
         )
         return False

@@ -53,7 +53,7 @@ class KnownModules(MutableMapping[str, Signature]):
             except Exception:  # noqa: BLE001 - no line may keep models from being served
                 damaged += 1
         if damaged:
-            log.warning("%s: damaged lines: %d; what they name is parsed again", path, damaged)
+            log.warning("%s has %d damaged lines; their modules are parsed again", path, damaged)
 
     def _take(self, line: dict[str, Any]) -> None:
         if "entry" in line:

@@ -16,7 +16,7 @@ from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, unpack_calls, unpack_entrances, unpack_leavings, unpack_releases
 from rsrv.wire.frames import ALONE, Completion, Kind, ProtocolError, Status
 
-_NO_RUN = "the meta model's run that this call belongs to is over, or never was"
+_NO_RUN = "the meta model's run that this call belongs to has ended or never existed"
 
 
 class MetaRequests(RequestKind):

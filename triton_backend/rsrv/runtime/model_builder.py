@@ -258,7 +258,7 @@ class ModelBuilder:
                 except DeviceError as error:
                     raise DeviceError(f"the runtime has no device: {error}") from None
                 except Exception as error:
-                    log.exception("no device")
+                    log.exception("opening the device failed")
                     raise DeviceError(
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error

@@ -123,7 +123,7 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> RequestedModels:
     declared = bundle.manifest.meta_calls
     if set(declared) != set(calls):
         raise BundleError(
-            f"manifest.yaml: meta.calls: lists {', '.join(declared) or 'none'}, and the model repository has "
+            f"manifest.yaml: meta.calls lists {', '.join(declared) or 'none'}, but the model repository has "
             f"{', '.join(calls) or 'none'}; run rsrv-gen again"
         )
     models = {}

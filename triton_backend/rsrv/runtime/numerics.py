@@ -66,7 +66,7 @@ def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
         (result,), _ = run(device, executable, [], [_matrix(), np.eye(_SIDE, dtype=np.float32)])
     except Exception as error:
         raise DeviceError(
-            f"the device cannot multiply two matrices, a test before any model is built: {type(error).__name__}: {error}"
+            f"the device cannot multiply two matrices, which is tested before any model is built: {type(error).__name__}: {error}"
         ) from error
     return judge(result)
 
@@ -91,13 +91,13 @@ def probe(device: Device, numerics: Numerics) -> Computes | None:
     hardware = device.hardware
     if numerics == "tf32" and not hardware.has_tf32:
         raise DeviceError(
-            f"runtime.numerics is tf32, and {_why_not(hardware)}; set it to auto or f32, or serve from a GPU with TF32"
+            f"runtime.numerics is tf32, but {_why_not(hardware)}; set it to auto or f32, or serve from a GPU with TF32"
         )
     if hardware.platform == "cpu":
         return None
     plain, *further = probes(numerics)
     precision = multiply(device, *plain)
-    log.info("%s multiplies f32 in: %s; runtime.numerics: %s", hardware, precision, numerics)
+    log.info("%s multiplies f32 values in %s; runtime.numerics is %s", hardware, precision, numerics)
     if numerics == "f32":
         if (exact := multiply(device, *further[0])) != "f32":
             raise DeviceError(
@@ -110,7 +110,7 @@ def probe(device: Device, numerics: Numerics) -> Computes | None:
         )
     elif numerics == "tf32" and precision == "f32":
         log.warning(
-            "runtime.numerics is tf32, but products without an algorithm are in f32: check whether %s is 0",
+            "runtime.numerics is tf32, but the device multiplies in f32 by default: check whether %s is 0",
             OVERRIDE,
         )
     return precision

@@ -71,7 +71,7 @@ def prepare(
         device = JaxDevice(platform, sources, memory=memory, numerics=runtime.numerics, claims=False)
     except DeviceError as error:
         # For example, the card admits only one process, or has no room for another context.
-        log.info("the next runtime starts its device when the one before has ended: %s", error)
+        log.info("the next runtime can open its device only after the current runtime has ended: %s", error)
         return None
     made = Preparation(settings, device, [])
 

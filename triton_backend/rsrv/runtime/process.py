@@ -152,9 +152,11 @@ class DeviceProcess:
         status = 0
         try:
             loop.run()
-            log.info("the runtime ends for the next one%s", ", and the device sleeps" if loop.sleeps else "")
+            log.info("the runtime ends as planned%s", ", and the device sleeps" if loop.sleeps else "")
         except BaseException:
-            log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
+            log.critical(
+                "the main loop failed; the runtime ends, and the stubs start another runtime", exc_info=True
+            )
             status = _EXIT_FAILED
         loop.end(leave=True)
         # Clear the black box last, because threads may still begin tasks. The next runtime must not blame a model for this end.
@@ -194,7 +196,7 @@ class DeviceProcess:
                 raise
             # XLA counts the cards once per process. Only a new process finds a card that was added or has returned.
             _end_soon()
-            log.error("%s; the runtime ends, and the stubs start another to look again", error)
+            log.error("%s; the runtime ends, and the stubs start another runtime, which looks again", error)
             logs.flush()
             os._exit(_EXIT_HUNG)
 
@@ -211,7 +213,7 @@ class DeviceProcess:
         # This thread's task stays in the black box, where the next runtime finds the model.
         self._box.crashed(f"the device is lost: {reason}")
         _end_soon()
-        log.critical("the device is lost: %s; the runtime ends, and the stubs start another", reason)
+        log.critical("the device is lost: %s; the runtime ends, and the stubs start another runtime", reason)
         logs.flush()
         os._exit(_EXIT_HUNG)
 
@@ -221,7 +223,7 @@ class DeviceProcess:
         """Wait for the end of the server, clean up, and end this process."""
         options = self._options
         select.select([self._server], [], [])
-        log.info("tritonserver is gone")
+        log.info("tritonserver has ended")
         paths.remove(options.directory)
         stubs = {}
         for pid, stub in list(loop.stubs.items()):
@@ -278,7 +280,7 @@ def supervise_control(options: argparse.Namespace, settings: Settings) -> None:
 def _end_after_hang(slot: ActivitySlot, task: Task, seconds: float) -> None:
     slot.mark_hung()
     _end_soon()
-    log.critical("%s; the runtime ends, and the stubs start another", describe(task, seconds))
+    log.critical("%s; the runtime ends, and the stubs start another runtime", describe(task, seconds))
     faulthandler.dump_traceback(all_threads=True)
     os._exit(_EXIT_HUNG)
 

@@ -26,7 +26,7 @@ LOST = (
 )
 #: Text for the requests of sequences whose state was lost in a failed execution of other requests.
 STATE_LOST = (
-    "an execution of this model failed, and the state of all its sequences was lost with it; start again"
+    "an execution of this model failed, and the state of all its sequences was lost; start the sequence again"
 )
 _BUSY = "the sequence has a request in progress; send the next one after its answer"
 
@@ -427,6 +427,6 @@ def _check_room(model: _SlotTable, request: ev.Request, limit: int, now: float) 
         if model.idle:
             seconds = next(iter(model.idle.values())).used + spec.idle_timeout_s - now
             after = f"after {max(0.0, seconds):.1f} s, when an idle one may have expired"
-        text = f"all {spec.slots} slots for sequences of this model are taken; retry {after}"
+        text = f"all {spec.slots} slots for sequences of this model are in use; retry {after}"
         return RefusedStep(request.id, Status.QUEUE_FULL, text)
     return None

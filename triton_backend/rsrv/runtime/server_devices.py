@@ -106,7 +106,7 @@ def resolve(
     )
     for index, device in enumerate(chosen):
         if device != _CPU and device in chosen[:index]:
-            beside = "" if visible is None else f", or in CUDA_VISIBLE_DEVICES ({visible})"
+            beside = "" if visible is None else f", here or in CUDA_VISIBLE_DEVICES ({visible})"
             raise DevicesError(
                 f"{_KEY}: {device} is listed twice{beside}; two runtimes on one GPU take each other's memory"
             )
@@ -175,7 +175,7 @@ def _all(
 
 def _without_instances(which: str) -> DevicesError:
     return DevicesError(
-        f"{_KEY}: {which} in MIG mode, without instances: nvidia-smi mig -cgi ... -C makes some"
+        f"{_KEY}: {which} in MIG mode, without instances: create instances with nvidia-smi mig -cgi ... -C"
     )
 
 
@@ -228,7 +228,9 @@ def _named(name: int | str, gpus: Sequence[InstalledGpu], setting: str) -> tuple
     ]
     groups = [group for group in groups if group]
     if len(groups) > 1:
-        raise DevicesError(f"{setting}: {name}: several GPUs begin so; give more of the UUID")
+        raise DevicesError(
+            f"{setting}: {name}: the UUIDs of several GPUs begin with this; give more of the UUID"
+        )
     if groups:
         return groups[0]
     if name.startswith("MIG-GPU-"):

@@ -243,9 +243,7 @@ class _Spare(NamedTuple):
         if message == _READY:
             return ""
         if message.startswith(_CAN):
-            message = (
-                f"it {message} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
-            )
+            message = f"it {message} of the protocol, but the stubs use version {PROTOCOL_VERSION}: restart tritonserver"
         return f"the next runtime could not serve: {message or 'it ended; the server log may say more'}"
 
     def end(self) -> None:

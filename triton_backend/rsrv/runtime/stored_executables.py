@@ -49,7 +49,7 @@ class CompileTarget:
             (field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self)
         )
         return ", ".join(
-            f"its {name}: {own or 'none'}, here: {present or 'none'}"
+            f"{name} {own or 'none'} (here: {present or 'none'})"
             for name, own, present in values
             if own != present
         )
@@ -178,7 +178,7 @@ def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables
             continue
         if why := stored.contents.target.differences(here):
             stored.close()
-            refused.append(f"{path} has {why}")
+            refused.append(f"{path} is for {why}")
         else:
             usable.append(stored)
     if usable:

@@ -255,7 +255,7 @@ class Transport:
         #: Maximum number of connections: half of the descriptors that are not reserved.
         self._max_connections = max(1, (limit - _RESERVED_FDS) // 2)
         self._max_files = limit
-        log.info("room for %s, with the %d files that may be open", self._room(), limit)
+        log.info("room for %s, because %d files may be open", self._room(), limit)
         # All connections share the buffer, because each frame is handled before any connection receives the next one.
         self._buffer = memoryview(bytearray(MAX_FRAME))
         self._epoll = select.epoll()
@@ -323,7 +323,7 @@ class Transport:
         while True:
             try:
                 if len(self._targets) > self._max_connections:
-                    raise OSError(f"{self._room()} are the limit")
+                    raise OSError(f"the limit is {self._room()}")
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
@@ -331,7 +331,7 @@ class Transport:
                 # The maximum number of connections is reached, or no descriptor is free. Stop listening until a connection ends.
                 # Otherwise, epoll would return at once again and again.
                 log.error(
-                    "cannot take another connection: %s. New connections wait until one ends. To allow more, raise the "
+                    "cannot accept another connection: %s. New connections wait until one ends. To allow more, raise the "
                     "hard limit of open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",
                     error,
                     self._max_files,

@@ -55,14 +55,14 @@ class Budget:
         more = "raise runtime.weight_budget_bytes if it is set, or serve fewer models on this device"
         if self.over_commit:
             return (
-                f"pinned models take {self.pinned} bytes of the device, and weights may take {self.pool}: they "
-                f"exceed it, and executions may find no memory; set models.NAME.residency of some to system, or {more}"
+                f"pinned models take {self.pinned} bytes of the device, more than the {self.pool} bytes for weights, so "
+                f"executions may find no memory; set models.NAME.residency of some to system, or {more}"
             )
         if largest > self.on_demand:
             return (
-                f"the largest model takes {largest} bytes of the device, and {self.pinned} pinned bytes of "
-                f"{self.pool} leave {self.on_demand}: it is served alone, beyond the budget, and all others are evicted "
-                f"for it; unpin models, or {more}"
+                f"the largest model takes {largest} bytes of the device, but pinned models leave only {self.on_demand} of "
+                f"{self.pool}: it is served alone, beyond the budget, and all other models are evicted for it; unpin "
+                f"models, or {more}"
             )
         return None
 
@@ -199,7 +199,7 @@ class WeightManager:
         self._mover.follow_residency(model)
 
     def close(self, model: CompiledModel) -> None:
-        """Close a model's weights on the host, after earlier calls that free or copy them."""
+        """Close a model's weights on the host. The threads first carry out earlier calls that free or copy them."""
         self._mover.close(model.host)
 
     def end(self, *, leave: bool) -> None:

@@ -114,13 +114,21 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
 
 def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     waiting = sum(len(queue) for queue in state.queues.values())
-    _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
-    _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
-    _require(not state.held or not state.has_work, "it is held, and takes part (5)", state)
+    _require(
+        state.queued == waiting, f"{state.queued} requests are counted as queued, but {waiting} wait", state
+    )
+    _require(
+        state.paused is not Pause.REJECT or not waiting,
+        "requests wait for a model that rejects them (5)",
+        state,
+    )
+    _require(not state.held or not state.has_work, "a held model affects decisions (5)", state)
     for queue in state.queues.values():
         entries = queue.entries
         _require(
-            queue.rows == sum(entry.rows for entry in entries), "a queue's rows are not its sum (3)", state
+            queue.rows == sum(entry.rows for entry in entries),
+            "a queue's rows are not the sum of its requests' rows (3)",
+            state,
         )
         place = scheduler._discipline.place
         for entry in entries:
@@ -135,13 +143,17 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
         for entry in entries:
             _require(entry.queue is queue, "a request is in a queue that is not its own (1)", state)
             _require(entry.request.model == state.name, "a request is in another model's queue (1)", state)
-            _require(entry.rows <= queue.costs.max_rows, "a request waits that no size holds", state)
+            _require(
+                entry.rows <= queue.costs.max_rows,
+                "a waiting request is larger than the largest compiled size",
+                state,
+            )
     if state.draining:
         _require(not waiting, "requests wait for a removed model", state)
         busy = state.busy or state.weights.state in (WeightState.READING, WeightState.LOADING)
         _require(busy, "a removed model stays without a cause (10)", state)
     if state.busy:
-        _require(state.weights.state in ON_DEVICE, "it executes without weights (6)", state)
+        _require(state.weights.state in ON_DEVICE, "the model executes without weights (6)", state)
 
 
 def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -153,7 +165,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(set(ids) == set(scheduler._queues.live), "live requests are not those queued or executing (1)")
     _require(
         len(queued) == scheduler._queues.queued,
-        f"{scheduler._queues.queued} counted as queued, {len(queued)} wait",
+        f"{scheduler._queues.queued} requests are counted as queued, but {len(queued)} wait",
     )
     for request in executing:
         _require(scheduler._queues.live[request].queue is None, f"request {request} executes and waits (1)")
@@ -164,7 +176,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     ended = scheduler._queues.departed.total() + sum(state.totals.counts.total() for state in states)
     _require(
         scheduler._queues.arrived == ended + len(ids),
-        f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
+        f"{scheduler._queues.arrived} requests have arrived, but {ended} have ended and {len(ids)} are in flight (2)",
     )
 
     for state in states:
@@ -175,16 +187,17 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
             (sum(totals.rows.counts), totals.rows.sum) == (totals.dispatches, totals.useful_rows)
             and waits <= sum(totals.queue_wait.counts) <= waits + counts.failed
             and missed == counts.expired + counts.shed,
-            "what is measured is not what is counted (15)",
+            "the measurements do not match the counts (15)",
             state,
         )
 
     dated = {entry for entry in queued if entry.request.deadline not in (None, inf)}
     _require(
-        dated == set(scheduler._queues.deadlines.entries()), "deadlines are not those of queued requests (4)"
+        dated == set(scheduler._queues.deadlines.entries()),
+        "the known deadlines are not those of the queued requests (4)",
     )
     soonest = scheduler.next_wakeup()
-    _require(soonest is None or soonest > scheduler._now, "a queued request is due (4)")
+    _require(soonest is None or soonest > scheduler._now, "the deadline of a queued request has passed (4)")
 
 
 def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -194,7 +207,10 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
         if entry.request.run:
             runs.setdefault(entry.request.run, set()).add(entry)
     known = scheduler._queues.runs
-    _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
+    _require(
+        runs == {run: set(own) for run, own in known.items()},
+        "the known requests of runs are not the queued ones (12)",
+    )
     for own in known.values():
         # Ignore the first request: it got a new number if it was promoted.
         numbers = [entry.place[2] for entry in own[1:]]
@@ -202,36 +218,42 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
     committed = {entry for entry in queued if entry.place[0] == COMMITTED_LEVEL}
     oldest = {own[0] for own in known.values()}
-    _require(committed == oldest, "not each run's oldest request is committed, or others are (12)")
+    _require(committed == oldest, "the committed requests are not the oldest requests of the runs (12)")
 
 
 def _check_admission(scheduler: Scheduler) -> None:
     admission = scheduler._admission
     ahead = sum((meta.waiting + meta.running / 2) * meta.seconds for meta in admission._metas.values())
     _require(
-        abs(admission.ahead - ahead) < 1e-6 * (1 + ahead), f"{admission.ahead} s of runs, not {ahead} (13)"
+        abs(admission.ahead - ahead) < 1e-6 * (1 + ahead),
+        f"{admission.ahead} s of runs are expected to come first, not {ahead} (13)",
     )
     held_models = {state.name for state in scheduler._models.values() if state.held}
     stalled = {id for id, run in admission.live.items() if held_models.intersection(run.models)}
     _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take slots (13)")
     able = admission.waiting.keys() - stalled
     full = admission.closed or admission.slots_taken >= admission.limit
-    _require(not able or full, "a run waits that could be admitted (13)")
-    _require(admission.waiting.keys() <= admission.live.keys(), "a run waits that is not known (14)")
+    _require(not able or full, "a waiting run could be admitted (13)")
+    _require(admission.waiting.keys() <= admission.live.keys(), "a waiting run is not known (14)")
     _require(admission.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
     for name, meta in admission.snapshot().items():
         own = [id for id, run in admission.live.items() if run.meta == name]
         waiting = sum(id in admission.waiting for id in own)
-        _require((meta.waiting, meta.running) == (waiting, len(own) - waiting), f"runs of {name!r} (14)")
+        _require(
+            (meta.waiting, meta.running) == (waiting, len(own) - waiting),
+            f"the runs of {name!r} are counted wrongly (14)",
+        )
     metas = admission.snapshot().values()
     ended = sum(meta.admitted + meta.expired + meta.refused + meta.withdrawn for meta in metas)
     _require(
         admission.run_count == ended + len(admission.waiting),
-        f"{admission.run_count} asked, {ended} did not only wait (14)",
+        f"{admission.run_count} runs were requested, and {ended} do not wait any more (14)",
     )
     for id in admission.waiting:
         deadline = admission.live[id].deadline
-        _require(deadline is None or deadline > scheduler._now, "a run that waits is due (14)")
+        _require(
+            deadline is None or deadline > scheduler._now, "the deadline of a waiting run has passed (14)"
+        )
 
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -239,7 +261,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     for running_one in running:
         execute = running_one.execute
         costs = running_one.model.queues[execute.variant].costs
-        _require(execute.size in costs.sizes, f"no such size: {execute} (6)", running_one.model)
+        _require(execute.size in costs.sizes, f"the model has no such size: {execute} (6)", running_one.model)
         room = costs.capacities[costs.sizes.index(execute.size)]
         _require(execute.rows <= room, f"too many rows: {execute} (6)", running_one.model)
         _require(len(execute.requests) > 0, f"no requests: {execute} (6)", running_one.model)
@@ -247,7 +269,9 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
             variant = scheduler._queues.live[request].request.variant
             shorter = running_one.model.program.padded and variant < execute.variant
             _require(
-                variant == execute.variant or shorter, f"request {request}: {execute} (6)", running_one.model
+                variant == execute.variant or shorter,
+                f"request {request} has another variant: {execute} (6)",
+                running_one.model,
             )
     for state in states:
         own = [
@@ -255,13 +279,14 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
             for execution in (*running, *scheduler._residency.compaction.retries)
             if execution.model is state
         ]
-        _require(state.executions == len(own), "its executions are not those in flight", state)
+        _require(state.executions == len(own), "the model's executions are not those in flight", state)
         requests = sum(len(execution.execute.requests) for execution in own)
-        _require(state.executing == requests, "its executing requests are not those in flight", state)
+        _require(state.executing == requests, "the model's executing requests are not those in flight", state)
     compaction = scheduler._residency.compaction
     held_up = bool(running) or not scheduler._residency.quiet
     _require(
-        compaction.state is not CompactionState.DUE or held_up, "a compaction is due, and nothing in its way"
+        compaction.state is not CompactionState.DUE or held_up,
+        "a compaction is due, but has not started although nothing prevents it",
     )
     reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
     _require(scheduler._residency.accounts.reserved == reserved, "warm-ups are not counted (9)")
@@ -291,7 +316,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         for state in states:
             ready = state.has_work and state.weights.state in RUNNABLE
             dispatchable = ready and state.dispatchable_at <= scheduler._now
-            _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
+            _require(not dispatchable, "the model could execute, but the device is idle (7)", state)
 
 
 def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -303,53 +328,80 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     tensors: dict[Any, SharedTensorGroup] = {}
     for group, those in owners.items():
         users = [weights for weights in those if weights.state in TAKING_BYTES]
-        _require(len(group.owners) == len(those) and set(group.owners) == set(those), "not its owners (8)")
-        _require(group.users == len(users), "not its users (8)")
-        _require(group.pins == sum(weights.pinned for weights in users), "not its pins (8)")
-        _require(not group.tensors or group.bytes == sum(group.tensors.values()), "not its bytes (8)")
+        _require(
+            len(group.owners) == len(those) and set(group.owners) == set(those),
+            "a group of tensors has wrong owners (8)",
+        )
+        _require(group.users == len(users), "a group of tensors has a wrong number of users (8)")
+        _require(
+            group.pins == sum(weights.pinned for weights in users),
+            "a group of tensors has a wrong number of pins (8)",
+        )
+        _require(
+            not group.tensors or group.bytes == sum(group.tensors.values()),
+            "a group of tensors has a wrong number of bytes (8)",
+        )
         _require(tensors.keys().isdisjoint(group.tensors), "a tensor is in two groups (8)")
         tensors |= dict.fromkeys(group.tensors, group)
-    _require(accounts.groups.by_tensor() == tensors, "the tensors known are not those of the models (8)")
+    _require(accounts.groups.by_tensor() == tensors, "the known tensors are not those of the models (8)")
     for state in states:
         if state.program.tensors is not None:
             own = {key for group in state.weights.groups for key in group.tensors}
-            _require(own == set(state.program.tensors), "its groups are not its tensors (8)", state)
+            _require(
+                own == set(state.program.tensors), "the model's groups do not have its tensors (8)", state
+            )
     held_bytes = sum(group.bytes for group in owners if group.users)
     pinned = sum(group.bytes for group in owners if group.pins)
-    _require(accounts.bytes == held_bytes, f"{accounts.bytes} bytes counted, {held_bytes} held (8)")
-    _require(accounts.pinned_bytes == pinned, f"{accounts.pinned_bytes} bytes counted, {pinned} pinned (8)")
+    _require(
+        accounts.bytes == held_bytes, f"{accounts.bytes} bytes are counted, but {held_bytes} are held (8)"
+    )
+    _require(
+        accounts.pinned_bytes == pinned,
+        f"{accounts.pinned_bytes} pinned bytes are counted, but {pinned} are pinned (8)",
+    )
     for state in scheduler._models.values():
         if state.weights.state in ON_DEVICE and scheduler.settings.on_demand:
             latest = scheduler._now + max(state.program.idle_seconds, IDLE_CHECK_S)
-            _require(scheduler._residency.idle_at <= latest, "nothing checks whether it is idle (17)", state)
+            _require(
+                scheduler._residency.idle_at <= latest,
+                "the next check for idle weights is too late for the model (17)",
+                state,
+            )
     present = [state for state in states if state.weights.state in TAKING_BYTES]
     unpinned = [state for state in present if not state.weights.pinned]
     for state in states:
         _check_state(scheduler, state)
     counted = set(accounts.unpinned)
     _require(
-        counted == {state.weights for state in unpinned}, "the weights that are not pinned are not known (8)"
+        counted == {state.weights for state in unpinned},
+        "the known unpinned weights are not those of the models (8)",
     )
     _require(
-        not loads.victims_over_budget(scheduler._now), f"{held_bytes} bytes held of {accounts.budget} (8)"
+        not loads.victims_over_budget(scheduler._now),
+        f"{held_bytes} bytes are held with a budget of {accounts.budget}, and weights could be evicted (8)",
     )
     loading = [state for state in states if state.weights.state is WeightState.LOADING]
     _require(len(loading) <= 1, "more than one load is in progress (9)")
     _require(
         accounts.loading is (loading[0].weights if loading else None),
-        "the load in progress is another one (9)",
+        "the accounts have another load in progress (9)",
     )
     reading = [state.weights for state in states if state.weights.state is WeightState.READING]
-    _require(reading == [accounts.reading] * len(reading), "the read in progress is another one (9)")
-    _require(len(reading) == (accounts.reading is not None), "the read in progress is not known (9)")
-    _require(all(state.on_disk for state in reading), "what is being read is in host memory (9)")
+    _require(reading == [accounts.reading] * len(reading), "the accounts have another read in progress (9)")
+    _require(
+        len(reading) == (accounts.reading is not None),
+        "the accounts have a read in progress, but no model is being read (9)",
+    )
+    _require(
+        all(state.on_disk for state in reading), "weights are being read that are already in host memory (9)"
+    )
     waits = any(state.weights.on_disk for state in states if state.weights.state is WeightState.QUEUED)
-    _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
+    _require(bool(reading) or not waits, "the disk is free, but weights wait to be read (9)")
     first = loads.head()
     keeps = scheduler._kept_exclusive or scheduler._residency.compaction.active
     if not loading and first is not None and not keeps:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
-        _require(planned is None, "the link is free, and there is something to load (9)")
+        _require(planned is None, "the link is free, but weights wait to be loaded (9)")
 
 
 def _check_state(scheduler: Scheduler, state: ModelState) -> None:
@@ -360,43 +412,73 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     eviction = state in scheduler._residency.evictions
     backs_off = state in loads.backing_off
     waits = absent and where is not WeightState.READING
-    _require((where is WeightState.QUEUED) == (waits and reason is not None), "in line, or not (9)", state)
     _require(
-        (where is WeightState.BACKOFF) == (waits and reason is None and backs_off), "back-off (9)", state
+        (where is WeightState.QUEUED) == (waits and reason is not None),
+        "the state QUEUED does not match the lines (9)",
+        state,
+    )
+    _require(
+        (where is WeightState.BACKOFF) == (waits and reason is None and backs_off),
+        "the state BACKOFF does not match the back-offs (9)",
+        state,
     )
     leaves = where in RUNNABLE and (eviction or state.draining)
-    _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
+    _require(
+        (where is WeightState.EVICTING) == leaves,
+        "the state EVICTING does not match the evictions (9)",
+        state,
+    )
     demand = loads.demand_for_disk if weights.on_disk else loads.demand_for_link
-    _require((name in demand) == (state.has_work and absent), "demand is not known (9)", state)
+    _require(
+        (name in demand) == (state.has_work and absent),
+        "the known demand does not match the model's work (9)",
+        state,
+    )
     other_line = loads.demand_for_link if weights.on_disk else loads.demand_for_disk
     _require(
-        name not in other_line, "it is in line for the link and on disk, or the other way round (9)", state
+        name not in other_line,
+        "the model is in the line for the link, but waits for the disk, or vice versa (9)",
+        state,
     )
     has_obstacle = where in (WeightState.QUEUED, WeightState.READING, WeightState.BACKOFF)
     _require(
-        has_obstacle == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state
+        has_obstacle == bool(loads.obstacle(state, scheduler._now)),
+        "the model's state does not match its obstacle (9)",
+        state,
     )
     _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
-        _require(not eviction and reason is None, "it is removed, and in a line (10)", state)
+        _require(not eviction and reason is None, "a removed model is in a line (10)", state)
         return
-    _require(name in loads.required or not (absent and state.needs_warm_up), "warm-up forgotten (9)", state)
+    _require(
+        name in loads.required or not (absent and state.needs_warm_up),
+        "the model's warm-up is in no line (9)",
+        state,
+    )
     prefetched = name in loads.prefetched
     is_gone = absent or (where is WeightState.LOADING and scheduler._residency.accounts.abandoning)
-    _require(not prefetched or where not in ON_DEVICE, "it is prefetched, and on the device (10)", state)
-    in_line = prefetched or name in loads.required or weights.pinned
-    _require(in_line or not is_gone or not weights.desired, "it is desired, and in no line (10)", state)
     _require(
-        not eviction or not (weights.pinned or weights.desired), "it is to leave, and to stay (10)", state
+        not prefetched or where not in ON_DEVICE,
+        "the model is in line to be prefetched, but on the device (10)",
+        state,
     )
-    _require(not eviction or not absent, "it is to leave, and absent (10)", state)
+    in_line = prefetched or name in loads.required or weights.pinned
+    _require(
+        in_line or not is_gone or not weights.desired, "the weights are desired, but in no line (10)", state
+    )
+    _require(
+        not eviction or not (weights.pinned or weights.desired),
+        "an eviction of pinned or desired weights was requested (10)",
+        state,
+    )
+    _require(not eviction or not absent, "an eviction of absent weights is planned (10)", state)
     stays = not evictable(state) or (state.has_work and weights.unserved)
-    _require(not eviction or stays, "it is to leave, and does not (10)", state)
+    _require(not eviction or stays, "a requested eviction has no obstacle (10)", state)
     if not (scheduler.settings.on_demand or weights.desired):
-        _require(not prefetched, "it is prefetched on demand (10)", state)
+        _require(not prefetched, "weights that are not desired are in line to be prefetched (10)", state)
         _require(where in ON_DEVICE or not state.queued, "requests wait for absent weights (10)", state)
         expected = is_gone or eviction or state.needs_warm_up or where is WeightState.RESERVED
-        _require(expected, "it is present without a cause (10)", state)
+        _require(expected, "weights are present without a cause (10)", state)
 
 
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -405,21 +487,32 @@ def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
         before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.dispatchable_at)
         state.recount()
         after = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.dispatchable_at)
-        _require(before == after, f"its derived values were {before}, are {after} (11)", state)
+        _require(
+            before == after, f"the model's derived values were {before}, but should be {after} (11)", state
+        )
     backlog = sum(state.backlog_seconds for state in states)
     turns = sum(state.turn_seconds for state in states)
     _require(
-        isclose(scheduler._backlog, backlog, rel_tol=1e-6, abs_tol=1e-9), "the backlog is not the sum (11)"
+        isclose(scheduler._backlog, backlog, rel_tol=1e-6, abs_tol=1e-9),
+        "the backlog is not the sum over the models (11)",
     )
-    _require(isclose(scheduler._round, turns, rel_tol=1e-6, abs_tol=1e-9), "the round is not the sum (11)")
+    _require(
+        isclose(scheduler._round, turns, rel_tol=1e-6, abs_tol=1e-9),
+        "the round is not the sum over the models (11)",
+    )
 
 
 def _check_fair(fair: Fair) -> None:
     weight = sum(account.weight for account in fair._accounts.values() if account.present)
-    _require(isclose(fair._weight, weight, rel_tol=1e-6, abs_tol=1e-9), "the weight is not the sum (18)")
+    _require(
+        isclose(fair._weight, weight, rel_tol=1e-6, abs_tol=1e-9),
+        "the weight is not the sum over the accounts (18)",
+    )
     for name, account in fair._accounts.items():
         executing = sum(name == executing_name for executing_name, _ in fair._executing.values())
-        _require(account.executing == executing, f"{name!r} executes, and its account differs (18)")
+        _require(
+            account.executing == executing, f"the account of {name!r} has a wrong number of executions (18)"
+        )
         places = (fair._eligible, fair._ineligible, fair._idle_debtors, fair._waiting)
         listed = [name in ranking for ranking in places]
         _require(sum(listed) <= 1, f"{name!r} has more than one place (18)")
@@ -428,4 +521,7 @@ def _check_fair(fair: Fair) -> None:
         counted = any(listed[:3])
         _require(account.present or not counted, f"{name!r} does not count in the mean (18)")
         _require(counted or executing > 0 or not account.present, f"{name!r} counts without a cause (18)")
-        _require((account.waits_from is not None) == listed[3], f"{name!r} waits, and is not listed (18)")
+        _require(
+            (account.waits_from is not None) == listed[3],
+            f"{name!r} waits but is not listed, or vice versa (18)",
+        )

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("exec_bound: the parent is already gone")
+        sys.exit("exec_bound: the parent process has already ended")
     try:
         os.execv(command[0], command)
     except OSError as error:

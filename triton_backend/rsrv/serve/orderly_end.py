@@ -64,7 +64,9 @@ async def end_in_order(
         await _wait_until_quiet(server, linger_s)
         await _unload(server, callers)
     except TritonError as error:
-        log.info("the models cannot be unloaded before tritonserver does that itself: %s", error)
+        log.info(
+            "the models could not be unloaded in advance, so tritonserver unloads them itself: %s", error
+        )
         return False
     finally:
         if connection is None:

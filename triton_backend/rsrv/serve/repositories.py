@@ -54,7 +54,7 @@ def check(bundles: Sequence[Path], settings: Settings, known: Known | None = Non
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
         problems.append(
             "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) no process "
-            "watches for one: put one there first"
+            "watches for new bundles: put a bundle there first"
         )
         raise ServeError("\n".join(problems))
     return sources
@@ -129,7 +129,11 @@ def cost_of_missing_library(settings: Settings) -> str:
     if not why:
         return ""
     fronts = {settings.stub.front, *(section.front for section in settings.models.values())}
-    python = "all models have the Python front, a process each, and " if "native" in fronts else ""
+    python = (
+        "all models have the Python front, which takes a process for each model, and "
+        if "native" in fronts
+        else ""
+    )
     return f"{python}requests do not share executions, because {why}"
 
 

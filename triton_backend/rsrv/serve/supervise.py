@@ -107,7 +107,11 @@ async def supervise(server: ServerPlan, hooks: SupervisorHooks, orders: StopSign
             continue
         pause = restarts.ended(lived)
         if pause is None:
-            log.error("tritonserver %s, and its %d restarts are used up", outcome, MAX_RESTARTS)
+            log.error(
+                "tritonserver %s. It is not started again, because it was already restarted %d times",
+                outcome,
+                MAX_RESTARTS,
+            )
             return 1
         log.error("tritonserver %s after %.1f s; starting it again in %g s", outcome, lived, pause)
         await _first(hooks.rest(pause), orders.end.wait())
@@ -132,7 +136,7 @@ async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals)
     elif watch.done():
         restart = watch.result()
         if restart.works:
-            log.info("tritonserver %s: it is started again", restart.reason)
+            log.info("tritonserver %s, so it is started again", restart.reason)
         process.send(signal.SIGKILL)
     watch.cancel()
     await process.over()
@@ -160,11 +164,11 @@ async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, or
                 await _first(process.over(), orders.hurry.wait(), asyncio.sleep(hooks.idle_s))
             if not (process.ended or orders.hurry.is_set()):
                 log.info(
-                    "all models are unloaded, but clients keep connections open, for which tritonserver would wait: it is killed"
+                    "all models are unloaded, but tritonserver would wait for clients that keep connections open, so it is killed"
                 )
     except TimeoutError:
         # On an overloaded machine, release 24.10 waits forever for stubs that it considers dead.
-        log.warning("tritonserver has not ended %g s after its drain time: it is killed", _GRACE)
+        log.warning("tritonserver has not ended %g s after its drain time, so it is killed", _GRACE)
     finally:
         unloading.cancel()
     process.send(signal.SIGKILL)
@@ -176,7 +180,7 @@ async def _succeeds(unloading: asyncio.Future[bool], terminate: Callable[[], Non
         if await asyncio.shield(unloading):
             return
     except Exception:
-        log.exception("the models cannot be unloaded before tritonserver does that itself")
+        log.exception("the models could not be unloaded in advance, so tritonserver unloads them itself")
         terminate()
     await asyncio.Event().wait()
 

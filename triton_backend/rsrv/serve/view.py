@@ -43,7 +43,7 @@ QUIET_S = 10.0
 _MAX_ERROR = 300
 
 
-_UNKNOWN = "Serving. The log shows which models"
+_UNKNOWN = "Serving. The log shows which models are served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,9 @@ def endpoints(planned: ServerPlan, page: str | None, log: Path) -> str:
     ]
     hosts = {address.host for address in ports.values()} - {LOOPBACK, "::1"}
     if hosts:
-        rows.append(("open", f"other machines reach {' and '.join(sorted(hosts))}, without TLS or a token"))
+        rows.append(
+            ("open", f"other machines can connect to {' and '.join(sorted(hosts))}, without TLS or a token")
+        )
     return "\n".join(f"  {name:<10} {text}" for name, text in rows if text)
 
 

@@ -28,8 +28,8 @@ def parser() -> CommandParser:
         epilog=f"docs/simulator.md describes scenarios and metrics.\n{EXIT_STATUS}",
     )
     top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
-    top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")
-    top.add_argument("--json", action="store_true", help="print the metrics as JSON in place of the table")
+    top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots to DIR")
+    top.add_argument("--json", action="store_true", help="print the metrics as JSON instead of the table")
     top.add_argument(
         "--decisions",
         action="store_true",
@@ -39,7 +39,7 @@ def parser() -> CommandParser:
         "--modes",
         metavar="MODE,MODE",
         type=_modes,
-        help="of several devices: compare these modes of the gateway (default: the scenario's alone)",
+        help="for several devices: compare these modes of the gateway (default: only the scenario's mode)",
     )
     compared = top.add_mutually_exclusive_group()
     compared.add_argument(
@@ -52,13 +52,13 @@ def parser() -> CommandParser:
         "--weights",
         metavar="TYPE,TYPE",
         type=_weights,
-        help="compare types of the weights, which are f32 in the scenario, such as f32,bf16,i8",
+        help="compare these types of the weights, such as f32,bf16,i8; the weights of the scenario are f32",
     )
     top.add_argument(
         "--window",
         metavar="START:END",
         type=_window,
-        help="seconds that timeline.png shows (default: the first of them)",
+        help="seconds that timeline.png shows (default: the beginning)",
     )
     top.add_version()
     return top

@@ -205,7 +205,11 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
         return trials[step].meets(goal_s)
 
     if not good(0):
-        return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
+        return Answer(
+            question,
+            f"none: even {amount(whole)}, which is enough for all weights, does not meet the goal",
+            trials[0],
+        )
     step = last_good(good, ceil((1 - least / whole) / _BUDGET_STEP))
     # Also show bytes, because the rounded figure may be too small for the largest model.
     text = f"{budget(step)} bytes ({amount(budget(step))})"
@@ -248,7 +252,7 @@ def _cards(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
         trial = attempt(_counted(count, "card"), with_cards(scenario, count))
         if trial.meets(goal_s):
             return Answer("fewest cards", str(count), trial)
-    return Answer("fewest cards", f"none: {_MOST_CARDS} are not enough", trial)
+    return Answer("fewest cards", f"none: even {_MOST_CARDS} cards do not meet the goal", trial)
 
 
 def with_cards(scenario: Scenario, count: int) -> Scenario:
@@ -276,8 +280,8 @@ def _sizes(scenario: Scenario, now: Simulated, attempt: Attempt) -> Iterator[Ans
         compiled = scenario.programs[name].costs.keys()
         add, drop = sorted(chosen[name] - compiled), sorted(compiled - chosen[name])
         gain = 1 - (ratio(after.get(name, 0.0), before.get(name, 0.0)) or 1.0)
-        parts = [f"export {_listed(add)} as well"] if add and gain >= _WORTH else []
-        parts += [f"leave out {_listed(drop)}, hardly used"] if drop else []
+        parts = [f"also export {_listed(add)}"] if add and gain >= _WORTH else []
+        parts += [f"leave out {_listed(drop)}, which are hardly used"] if drop else []
         if parts:
             changed += 1
             if changed > _NAMED:

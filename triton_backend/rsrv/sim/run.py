@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         scenario = load_scenario(options.scenario)
         for model, card in scenario.estimated.items():
             _complain(
-                f"the costs of {model} are estimates for {card} by its data sheet, to compare, not to rely on"
+                f"the costs of {model} are estimates from the data sheet of {card}: use them only for comparisons"
             )
         if options.out is not None:
             # Find an unusable folder before the simulation, which may take minutes.
@@ -82,7 +82,9 @@ def _run(options: argparse.Namespace) -> int:
             lines, text = _run_weights(scenario, options)
         elif scenario.gateway is None:
             if options.modes:
-                raise ScenarioError(f"{options.scenario}: --modes compares gateways: say `devices` there")
+                raise ScenarioError(
+                    f"{options.scenario}: --modes compares modes of a gateway, so the scenario needs `devices`"
+                )
             lines, text = _run_one(scenario, options)
         else:
             lines, text = _run_fleet(scenario, options)

@@ -307,7 +307,7 @@ def _check_shares(models: Mapping[str, ModelKeys], problems: list[str]) -> None:
             first_model, known = sizes.setdefault(group, (name, nbytes))
             if known != nbytes:
                 problems.append(
-                    f"models.{name}.shares.{group}: {nbytes} bytes, and {known} in models.{first_model}"
+                    f"models.{name}.shares.{group}: {nbytes} bytes, but {known} bytes in models.{first_model}"
                 )
 
 

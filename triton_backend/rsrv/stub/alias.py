@@ -242,14 +242,16 @@ class AliasStub(ModelStub):
             for name, text in failures.items():
                 if logged.get(name) != text:
                     log.error(
-                        "model %r is behind this alias and does not load; the others answer: %s", name, text
+                        "model %r of this alias cannot be loaded; the other models answer its requests: %s",
+                        name,
+                        text,
                     )
             logged = {**failures}
             if self._closed.wait(pause):
                 return
             failures = served.load(failures)
             for name in logged.keys() - failures:
-                log.info("model %r is loaded and answers its share", name)
+                log.info("model %r is loaded and answers its share of the alias's requests", name)
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def finalize(self) -> None:

@@ -159,13 +159,13 @@ class Bls:
     def __init__(self, pb_utils: Any, tensors: Tensors, concurrency: int, timeout: float) -> None:
         if concurrency < 1:
             raise ValueError(
-                "models can be called through Triton only if each instance has two threads at least: start "
+                "models can be called through Triton only if each instance has at least two threads: start "
                 "tritonserver with --backend-config=python,thread-pool-size=2 or more"
             )
         if concurrency < MAX_CALLS:
             log.warning(
                 "calls through Triton run %d at a time: tritonserver was started with thread-pool-size=%d for the Python "
-                "backend. For up to %d, restart `rsrv serve`, which sees at its start that a bundle calls through "
+                "backend. To allow up to %d, restart `rsrv serve`, which sees at its start that a bundle calls through "
                 "Triton, or start tritonserver with --backend-config=python,thread-pool-size=%d",
                 concurrency,
                 concurrency + 1,
@@ -254,9 +254,8 @@ class Bls:
             models = ", ".join(sorted({repr(each.model) for each in self._under_way}))
             return RequestFailure(
                 Status.QUEUE_FULL,
-                f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be in flight have had "
-                f"no answer for more than {self._timeout:g} s (from {models}); those models and the one that calls "
-                "them must be loaded again",
+                f"model {call.model!r} cannot be called: {self._concurrency} calls, the limit, have been in flight without an "
+                f"answer for more than {self._timeout:g} s (from {models}); load these models and the calling model again",
             )
         return None
 
@@ -344,7 +343,7 @@ class Bls:
             outcome = failure.copy()
         except Exception:
             log.exception(
-                "%s: calling model %r", request_name(call.client_id), call.model, extra=_about(call)
+                "%s: calling model %r failed", request_name(call.client_id), call.model, extra=_about(call)
             )
             outcome = RequestFailure(
                 Status.INTERNAL, f"model {call.model!r} could not be called; the server's log says why"
@@ -376,7 +375,7 @@ class Bls:
         missing = [name for name in call.outputs if name not in arrays]
         if missing:  # Triton does not check
             return RequestFailure(
-                Status.INTERNAL, f"the answer of model {call.model!r} has no {missing[0]!r}"
+                Status.INTERNAL, f"the answer of model {call.model!r} has no output {missing[0]!r}"
             )
         return {name: arrays[name] for name in call.outputs} or arrays
 
@@ -408,12 +407,12 @@ class Bls:
         try:
             return self._tensors.make(name, array, call.dtypes.get(name))
         except Exception:
-            text = "%s: calling model %r: input %r of %s"
+            text = "%s: calling model %r failed: input %r has the type %s"
             log.exception(
                 text, request_name(call.client_id), call.model, name, array.dtype, extra=_about(call)
             )
             raise invalid(
-                f"input {name!r} for model {call.model!r}: {array.dtype} is not a type of Triton's"
+                f"input {name!r} for model {call.model!r} has the type {array.dtype}, which Triton does not have"
             ) from None
 
 

@@ -334,7 +334,8 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
             raise invalid(f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}")
         if isinstance(array, Elsewhere) and callee.endpoint.hooks.preprocess is not None:
             raise RequestFailure(
-                Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
+                Status.INTERNAL,
+                f"its preprocess hook needs input {wire.name!r} in host memory: do not keep it on the device",
             )
     unknown = sorted(arrays.keys() - {wire.name for wire in callee.remote.inputs})
     if unknown:
@@ -348,7 +349,8 @@ def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
     names_kept = frozenset(names if keep is True else keep or ())
     if names_kept and callee.endpoint.hooks.postprocess is not None:
         raise RequestFailure(
-            Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
+            Status.INTERNAL,
+            "its postprocess hook needs the outputs in host memory: call without keep_on_device",
         )
     if unknown := sorted(names_kept - set(names)):
         raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is not an output")

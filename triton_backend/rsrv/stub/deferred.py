@@ -54,7 +54,7 @@ def no_room(error: OSError) -> RequestFailure:
     return RequestFailure(Status.QUEUE_FULL, NO_MEMORY)
 
 
-_BROKEN = "the model's process cannot go on; it is being restarted"
+_BROKEN = "the model's process cannot continue; it is being restarted"
 
 
 @dataclass(slots=True, eq=False)

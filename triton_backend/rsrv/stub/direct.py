@@ -56,7 +56,7 @@ class DeviceTensor(Elsewhere):
         if self._run is not run:
             raise RequestFailure(
                 Status.INTERNAL,
-                f"input {tensor.name!r} was kept on the device by another request, which is over",
+                f"input {tensor.name!r} was kept on the device by another request, which has ended",
             )
         tensor_kept = self._tensor
         # `check_inputs` has only compared numpy's types and the shapes. It does not see the difference between bf16 and u16, or
@@ -69,7 +69,7 @@ class DeviceTensor(Elsewhere):
             tensor_kept.batch_axis is not None and self._rows != rows
         ):
             raise invalid(
-                f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there"
+                f"input {tensor.name!r} is on the device with another batch axis or number of rows; do not keep it there"
             )
         return Spot(Where.DEVICE, 0, self._number)
 

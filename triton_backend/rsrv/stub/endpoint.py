@@ -487,23 +487,24 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(
-            "%s: model.py: %s wants more memory than it may have (stub.memory_limit_bytes): %s",
+            "%s: model.py: %s needs more memory than its limit (stub.memory_limit_bytes): %s",
             request_name(client_id),
             name,
             error,
             extra=of_request(client_id, hook=name),
         )
-        return RequestFailure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
+        return RequestFailure(Status.INTERNAL, f"the model's {name} hook needs more memory than its limit")
     if guard.out_of_descriptors(error):
         log.error(
-            "%s: model.py: %s opens more files than its process may have (ulimit -n): %s",
+            "%s: model.py: %s opens more files than its process is allowed to (ulimit -n): %s",
             request_name(client_id),
             name,
             error,
             extra=of_request(client_id, hook=name),
         )
         return RequestFailure(
-            Status.INTERNAL, f"the model's {name} hook opens more files than its process may have (ulimit -n)"
+            Status.INTERNAL,
+            f"the model's {name} hook opens more files than its process is allowed to (ulimit -n)",
         )
     log.exception(
         "%s: model.py: %s raised", request_name(client_id), name, extra=of_request(client_id, hook=name)
@@ -523,4 +524,4 @@ def message_of(error: BaseException) -> str:
     except BaseException:  # noqa: BLE001 - the error's class is the hook's own
         text = ""
     text = shorten(text, _MAX_MESSAGE).encode(errors="backslashreplace").decode()
-    return text or "the model does not take this request; it does not say why"
+    return text or "the model refuses this request and gives no reason"

@@ -50,7 +50,7 @@ _SLOW_S = 0.1
 _MIN_SLAB_BYTES = 64 << 10
 #: A slab for answers in place is replaced if it has this many bytes more than eight times what a batch needs.
 _KEEP_SLAB_BYTES = 16 << 20
-_INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
+_INTERNAL = "only meta models may call this model: its manifest says `internal: true`"
 
 
 @dataclass(slots=True, eq=False)
@@ -511,7 +511,9 @@ class Engine(ModelReplica[ModelRequest]):
         try:
             slab = take(connection, nbytes, len(prepared))
         except OSError as error:
-            log.exception("no room for %d bytes of requests", nbytes, extra=of_request(""))
+            log.exception(
+                "%d bytes of shared memory for requests cannot be allocated", nbytes, extra=of_request("")
+            )
             failure = no_room(error)
             for model_request in prepared:
                 model_request.fail(failure.status, failure.text)
@@ -548,7 +550,10 @@ class Engine(ModelReplica[ModelRequest]):
             rows = model_request.client_rows if self._batched else None
             model_request.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span, rows)
             if model_request.step is not None and plan.rows != 1:
-                text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
+                text = (
+                    f"a request of a sequence has one row, and this one has {plan.rows}: send each sequence's row in a "
+                    "request of its own"
+                )
                 raise invalid(text)
         model_request.plan = plan
         self._variant = plan.variant

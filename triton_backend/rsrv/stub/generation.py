@@ -35,7 +35,10 @@ from rsrv.wire.socket import Closed
 _DEADLINE_S = 300.0
 #: Maximum bytes of a prompt's text for each token of the context. A longer prompt is refused before it is tokenized.
 _BYTES_PER_TOKEN = 64
-_DIED = "the model runtime ended after a part of this answer was sent; it is being restarted, ask again for a whole answer"
+_DIED = (
+    "the model runtime ended after a part of this answer was sent; it is being restarted: send the request again for a "
+    "whole answer"
+)
 _SUB_CALL = (
     "a meta model cannot call a model that generates tokens: call it through Triton, with decoupled=True"
 )
@@ -185,7 +188,9 @@ class GenerationEngine(ModelReplica[AnswerStream]):
                 )
             )
         except ProtocolError:
-            text = f"the prompt of {len(stream.prompt)} tokens is longer than can be sent to the model; shorten it"
+            text = (
+                f"the prompt has {len(stream.prompt)} tokens, more than can be sent to the model; shorten it"
+            )
             raise invalid(text) from None
         request.rows = 1
 
@@ -311,7 +316,7 @@ def _read_text(array: Array, context: int) -> str:
     if len(texts) != 1 or not isinstance(texts[0], bytes):
         raise invalid(f"text_input must be one text, got {len(texts)} elements")
     if len(texts[0]) > _BYTES_PER_TOKEN * context:
-        text = f"text_input has {len(texts[0])} bytes, far more than this model's {context} tokens hold; shorten it"
+        text = f"text_input has {len(texts[0])} bytes, far more than fit into this model's context of {context} tokens; shorten it"
         raise invalid(text)
     try:
         return bytes(texts[0]).decode()

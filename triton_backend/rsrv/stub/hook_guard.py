@@ -51,7 +51,10 @@ _MIN_FREE_SHARE = 1 / 8
 #: Descriptors that a stub needs to reach a runtime.
 FREE_DESCRIPTORS = 8
 #: Text for clients of a process whose hooks keep all descriptors.
-KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process may have (ulimit -n); the model is being restarted"
+KEPT_DESCRIPTORS = (
+    "the model's hooks keep so many files open that their process has reached its limit (ulimit -n); the model is being "
+    "restarted"
+)
 
 #: Number of threads of rsrv that may start at any time: for example the threads that watch hooks, write the log, and connect to
 #: a runtime, and the thread of the backstop.
@@ -137,7 +140,7 @@ class DrainAndExit:
                 for reply in self._responses.owed():
                     reply.send_failure(Status.INTERNAL, text)
         except Exception:
-            log.exception("answering requests before the process ends failed")
+            log.exception("the process ends, and its waiting requests could not be answered")
         finally:
             log.critical("this process ends: %s", text)
             self._leave(1)
@@ -244,7 +247,9 @@ class HookGuard:
         """Free the memory of a hook that got MemoryError, and end the process if that does not suffice."""
         traceback.clear_frames(error.__traceback__)
         if self._allowance and not can_have(int(_MIN_FREE_SHARE * self._allowance)):
-            self._end("the model's hooks keep all memory that they may have; the model is being restarted")
+            self._end(
+                "the model's hooks keep nearly all the memory that they are allowed to use; the model is being restarted"
+            )
 
     def out_of_descriptors(self, error: BaseException) -> bool:
         """Return True if the cause of `error` is a lack of file descriptors. End the process if hooks keep the descriptors."""

@@ -128,9 +128,9 @@ class HookImport(Generic[T]):
         line, stack = self._place()
         log.error("model.py is still being imported. It is here:\n%s", stack)
         return HookError(
-            f"model.py has been importing for {time.monotonic() - self._began:.0f} s and is at line {line}. End what that "
-            "line waits for, or put what it downloads into the bundle; if the import needs longer, set "
-            "stub.hook_timeout_s above that"
+            f"the import of model.py has taken {time.monotonic() - self._began:.0f} s and is at line {line}. If that line "
+            "waits, end the wait. If it downloads files, put them into the bundle. If the import needs more time, raise "
+            "stub.hook_timeout_s"
         )
 
     def _place(self) -> tuple[int, str]:

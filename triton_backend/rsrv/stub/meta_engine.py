@@ -416,7 +416,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         except UNREACHABLE as error:
             client_id = meta_request.request.id
             log.error(
-                "%s: no connection for its run: %s",
+                "%s: its run got no connection to the runtime: %s",
                 request_name(client_id),
                 error,
                 extra=of_request(client_id),

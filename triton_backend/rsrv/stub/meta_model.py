@@ -67,8 +67,8 @@ def _make_bls(
     """
     if carried_only and settings["transport"] == "bls":
         raise HookError(
-            f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "
-            "run rsrv-gen with meta.transport: bls in the file of --config, or set it back to direct"
+            f"meta.transport is bls, but the model repository was made for direct and has no model {carried_only[0]!r}; "
+            "run rsrv-gen with meta.transport: bls in the file of --config, or set meta.transport back to direct"
         )
     try:
         return Bls(pb_utils, tensors, min(MAX_CALLS, most), CALL_TIMEOUT_S)

@@ -70,7 +70,7 @@ class MetaRequest(DeferredRequest):
     def check(self) -> None:
         """Raise RequestFailure if the request is late or cancelled."""
         if 0 < self.request.params.deadline_ns <= time.monotonic_ns():
-            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
+            raise RequestFailure(Status.DEADLINE, "the deadline passed before the model was called")
         now = time.monotonic()
         reply = self.request.reply
         if reply is not None and now - self.checked > CHECK_PERIOD_S:
@@ -208,7 +208,7 @@ class PlacedRun:
             place = self._enter()
         if place is not None:
             log.info(
-                "%s: its run goes on at another runtime",
+                "%s: its run continues at another runtime",
                 request_name(request.id),
                 extra=of_request(request.id),
             )
@@ -333,14 +333,15 @@ class CallRouter:
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
         if self.over or threading.get_ident() != self._thread:
             raise RequestFailure(
-                Status.INTERNAL, "call is for the thread that executes `run`, until that returns"
+                Status.INTERNAL,
+                "`call` works only on the thread that executes `run`, and only until `run` returns",
             )
         if self._triton is not None and name in self._external:
             return self._triton.external(name, inputs)
         place = self._run.place
         if name not in place.callees:
             raise RequestFailure(
-                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
+                Status.INTERNAL, "model.py calls this model, but the manifest's meta section does not list it"
             )
         if place.by_stage:
             # Check `keep`, but keep nothing on the device, because the next callee may be on another device.

@@ -177,7 +177,7 @@ class Reporting:
             self._report_spans(self._connection)
             self._connection.report(report, REPORT_TIMEOUT_S)
         except (TimeoutError, *UNREACHABLE) as error:
-            log.info("a report is lost: %s", error)
+            log.info("a report of measurements to the runtime was lost: %s", error)
             self._drop()
 
     def _report_spans(self, connection: RuntimeConnection) -> None:

@@ -220,7 +220,7 @@ class Replicas:
                 target=self._attempt, args=(session, attempt), name="connect", daemon=True
             ).start()
         except Exception as error:  # noqa: BLE001 - without this attempt there would be no further one
-            self._fail(device, Closed(f"there is no thread for an attempt: {error!r}"))
+            self._fail(device, Closed(f"no thread could be started to connect: {error!r}"))
 
     def submit(self, request: ClientRequest) -> bool:
         """Submit a waiting request in the same way as a new one."""
@@ -295,7 +295,7 @@ class Replicas:
                 # If the model's code has worked on no device yet, the code is to blame, and not this device.
                 event = ModelRejected(device, text, barred=not self._replicas)
             case _:
-                log.error("no runtime yet", exc_info=error)
+                log.error("connecting to the runtime failed", exc_info=error)
                 event = Unreached(device, str(error))
         self._front.post(event)
 

@@ -327,7 +327,7 @@ class EntryPoint:
         try:
             self._rescue(batch, requests)
         except BaseException:
-            log.exception("requests are without an answer")
+            log.exception("requests could not be answered")
             self._end("the model's process cannot answer any more; it is being restarted")
         return None
 

@@ -200,7 +200,7 @@ class Session:
                 deferred = self.open_connection(body["key"])
             except Rejected as error:
                 # The key was registered a moment ago. So this connection is to another runtime, which does not know the key.
-                raise Closed(f"the runtime that registered the model is gone: {error}") from None
+                raise Closed(f"the runtime that registered the model has ended: {error}") from None
         except BaseException:
             direct.close()
             raise
@@ -299,7 +299,7 @@ class Launcher:
         if not paths.start_time(self.server_pid):
             # This process outlives its server for a moment. Start no runtime: it would never end by itself, and would leave its
             # directory.
-            raise LaunchError("tritonserver is gone")
+            raise LaunchError("tritonserver has ended")
         path = directory / paths.SOCKET
         try:
             return greet(connect(path))
@@ -375,7 +375,7 @@ def server_pid() -> int:
     arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
     if str(parent).encode() in arguments or _comm(parent) == "tritonserver":
         return parent
-    raise LaunchError("tritonserver is gone")
+    raise LaunchError("tritonserver has ended")
 
 
 def _comm(pid: int) -> str:

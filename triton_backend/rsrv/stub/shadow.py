@@ -117,7 +117,7 @@ class Shadow:
             return
         name = differing(answer, copy, self._dtypes)
         if name and (left_out := self._throttle.take("different")) is not None:
-            text = "%s: %s answers otherwise: output %r%s"
+            text = "%s: %s answers differently: output %r%s"
             log.warning(text, request_name(id), self._where, name, more(left_out), extra=of_request(id))
         self._count("different" if name else "same")
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 MAGIC = 0x56525352
 #: Version of this protocol. It must be the same on both sides.
 PROTOCOL_VERSION = 13
-FOREIGN_PEER = "the peer does not speak rsrv's protocol"
+FOREIGN_PEER = "the peer does not use rsrv's protocol"
 
 #: Bytes of the largest frame. It is well below the kernel's default socket buffer, so one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -340,6 +340,6 @@ def check_hello(frame: bytes | memoryview) -> None:
         raise ProtocolError(FOREIGN_PEER)
     if body.get("version") != PROTOCOL_VERSION:
         raise OtherVersionError(
-            f"the peer speaks version {body.get('version')!r} of the protocol, this side {PROTOCOL_VERSION}: "
+            f"the peer uses version {body.get('version')!r} of the protocol, and this side uses {PROTOCOL_VERSION}: "
             "install the same rsrv for the stubs and for the runtime, and restart tritonserver"
         )

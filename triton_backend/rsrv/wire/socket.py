@@ -105,7 +105,9 @@ def check_peer(sock: socket.socket) -> int:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
-        raise ProtocolError(f"the peer runs as uid {uid}, this side as {os.getuid()}: run both as one user")
+        raise ProtocolError(
+            f"the peer runs as uid {uid}, and this side as {os.getuid()}: run both as one user"
+        )
     return int(pid)
 
 
@@ -151,7 +153,7 @@ class Receiver:
             for fd in fds:
                 os.close(fd)
             if flags & socket.MSG_CTRUNC and not may_open(_MAX_FDS):
-                raise NoDescriptors("this process has as many open files as it may have (ulimit -n)")
+                raise NoDescriptors("this process has reached its limit of open files (ulimit -n)")
             raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
         if not size:
             raise Closed("end of stream")

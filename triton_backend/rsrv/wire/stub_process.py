@@ -60,8 +60,8 @@ def living_stubs(server: int) -> Iterator[tuple[int, StubCommand]]:
 def remove_regions(regions: Iterable[str]) -> None:
     """Remove the shared memory of stubs that have ended. A stub that ended normally has removed its own.
 
-    From release 26.04 on, stubs leave shared memory whenever their server ends abruptly. Stubs of earlier releases left it only
-    while a model was loading. In a pod, such memory would stay allocated until the pod ends.
+    From Triton 26.04 on, stubs leave shared memory behind whenever their server ends abruptly. Stubs of earlier releases do so
+    only if this happens while a model is loading. In a pod, such memory would stay allocated until the pod ends.
     """
     for region in regions:
         with suppress(OSError):  # The file is gone, or belongs to another user.

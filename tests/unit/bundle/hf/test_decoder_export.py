@@ -132,9 +132,12 @@ BOMBS = {
     "private": ("{{ messages.__class__.__mro__ }}{{ messages[0].content }}", "SecurityError"),
     "an import": ("{% include '/etc/passwd' %}", "fails"),
     "an error": ("{{ raise_exception('only pictures') }}", "only pictures"),
-    "the date": ("{{ strftime_now('%Y') }}{{ messages[0].content }}", "it asks for the date"),
-    "no question": ("hello", "has the question 0 times"),
-    "the question twice": ("{{ messages[0].content }}{{ messages[0].content }}", "has the question 2 times"),
+    "the date": ("{{ strftime_now('%Y') }}{{ messages[0].content }}", "the template asks for the date"),
+    "no question": ("hello", "contains the question 0 times"),
+    "the question twice": (
+        "{{ messages[0].content }}{{ messages[0].content }}",
+        "contains the question 2 times",
+    ),
     "a long source": ("x" * 300_000, "262,144 are allowed"),
     "no template": ("{% if %}", "TemplateSyntaxError"),
 }

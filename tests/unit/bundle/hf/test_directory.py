@@ -130,7 +130,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: plain(
             folder, **{"model.safetensors.index.json": '{"weight_map": {"w": "../x.safetensors"}}'}
         ),
-        "weight_map: must name safetensors files beside it",
+        "weight_map: must name safetensors files in the same folder",
     ),
     "header": (
         lambda folder: plain(folder, **{"model.safetensors": b"\xff" * 64}),

@@ -79,7 +79,7 @@ def seen(folder: Path) -> Path:
             seen,
             "preprocessor_config.json",
             {"size_divisor": 7},
-            "size_divisor: all sides are multiples of 7, and 32,32 are not",
+            "size_divisor: all sides must be multiples of 7, but 32,32 are not",
         ),
     ],
 )

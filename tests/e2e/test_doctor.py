@@ -229,7 +229,7 @@ EXPECTED = {
         "--max-delay-us 0`",
     ),
     "model_failed": ("critical", "new has failed", "format_version: is missing"),
-    "over_pinned": ("warning", "4.61 kB of weights are pinned, 3.07 kB fit", "`rsrv unpin`"),
+    "over_pinned": ("warning", "4.61 kB of weights are pinned, but only 3.07 kB fit", "`rsrv unpin`"),
     "paused": ("warning", "second is paused: 25 requests wait or were refused", "`rsrv continue second`"),
     "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
     "runtime_restarts": ("note", "`rsrv restart` replaced the runtime of device 0 1 time", "`rsrv restart`"),

@@ -313,7 +313,7 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
     check(
         by_name["compiled_at_start"],
         "note",
-        r"3 executables were compiled since this runtime's start: [1-5]\d(\.\d)? s",
+        r"3 executables were compiled since this runtime's start, which took [1-5]\d(\.\d)? s",
         f"the executables were not in {tmp_path / 'cache'}",
     )
     operate(server, "restart")

@@ -180,7 +180,7 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
         BundleError, match=r"y: the model has no such input; it takes \(a, b, c, d\), so use these names"
     ):
         export(tmp_path / "n", Difference(), {**inputs, "y": torch.zeros(1, 2)})
-    with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give it"):
+    with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give this input"):
         export(tmp_path / "n", Difference(), {name: inputs[name] for name in "cb"})
 
 

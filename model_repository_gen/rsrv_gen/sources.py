@@ -60,29 +60,13 @@ def unserved_models(sources: Sources) -> list[str]:
 
 
 def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
-    """Find the bundles below the paths, and read those that are not `known`. A path is a bundle or a directory of bundles."""
+    """Find the bundles below the paths, and read the bundles that have no valid note in `known`.
+
+    A path is a bundle or a directory of bundles.
+    """
     known = Known() if known is None else known
     sources = Sources(given=[*paths])
-    places: dict[str, list[Path]] = {}
-    for path in sources.given:
-        # Make the path absolute, but do not resolve links: the directory's name is the model's name, even if it is a
-        # link.
-        place = Path(os.path.abspath(path))
-        try:
-            is_bundle = (place / "manifest.yaml").is_file()
-            paths_here = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
-            if not paths_here:
-                why = mistaken(place) or (
-                    "neither a bundle (no manifest.yaml) nor a directory of bundles; export a model into it with "
-                    "`rsrv-bundle export`"
-                )
-                sources.unusable[path] = f"{path}: {why}"
-        except OSError as error:
-            sources.unusable[path] = f"{path}: {error.strerror}"
-            continue
-        for bundle in paths_here:
-            if bundle not in places.setdefault(bundle.name, []):
-                places[bundle.name].append(bundle)
+    places, sources.unusable = find_places(sources.given)
     room = _MAX_KEPT_BUNDLES
     for name, same in sorted(places.items()):
         try:
@@ -96,6 +80,35 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         sources.broken[name] = problems
         del sources.good[name]
     return sources
+
+
+def find_places(paths: Iterable[Path]) -> tuple[dict[str, list[Path]], dict[Path, str]]:
+    """Find the bundles below the paths, and read none.
+
+    Return the absolute paths of the bundles by model name, and the reasons why paths have no bundles (`Sources.unusable`).
+    """
+    places: dict[str, list[Path]] = {}
+    unusable: dict[Path, str] = {}
+    for path in paths:
+        # Make the path absolute, but do not resolve links: the directory's name is the model's name, even if it is a
+        # link.
+        place = Path(os.path.abspath(path))
+        try:
+            is_bundle = (place / "manifest.yaml").is_file()
+            paths_here = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
+            if not paths_here:
+                why = mistaken(place) or (
+                    "neither a bundle (no manifest.yaml) nor a directory of bundles; export a model into it with "
+                    "`rsrv-bundle export`"
+                )
+                unusable[path] = f"{path}: {why}"
+        except OSError as error:
+            unusable[path] = f"{path}: {error.strerror}"
+            continue
+        for bundle in paths_here:
+            if bundle not in places.setdefault(bundle.name, []):
+                places[bundle.name].append(bundle)
+    return places, unusable
 
 
 def _read(name: str, places: Sequence[Path], known: Known, room: int) -> SourceBundle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,26 @@ def directory(path: Path) -> Path:
     return path
 
 
+def export(
+    folder: Path, directories: Sequence[Path], say: Callable[[str], None] = lambda _: None
+) -> list[Path]:
+    """Export directories as `rsrv serve --hf` does. Return the bundles, all in `folder`/hf."""
+    exports = hub.plan_exports(directories, folder / "hf", {})
+    hub.export_all(exports, say)
+    return list(exports)
+
+
 def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: list[list[str]]) -> None:
     """An unchanged directory keeps its bundle. A changed file causes a new export."""
     models = [directory(tmp_path / name) for name in ("one", "two")]
     lines: list[str] = []
 
     for _ in range(2):
-        bundles = hub.export_all(models, tmp_path / "hf", lines.append)
+        bundles = export(tmp_path, models, lines.append)
     assert bundles == [tmp_path / "hf" / "one", tmp_path / "hf" / "two"]
     assert [command[command.index("--hf") + 1] for command in exported] == [str(model) for model in models]
     os.utime(models[1] / "config.json", (1, 1))
-    hub.export_all(models, tmp_path / "hf", lines.append)
+    export(tmp_path, models, lines.append)
     assert [command[command.index("--hf") + 1] for command in exported][2:] == [str(models[1])]
     assert lines[-2:] == [f"{models[0]}: already exported", f"{models[1]}: exporting ..."]
 
@@ -63,11 +73,11 @@ def test_files_with_equal_times_and_sizes_are_exported_again(
     models = [directory(tmp_path / part / "model") for part in ("a", "b")]
     for model in models:
         os.utime(model / "config.json", (1, 1))
-        hub.export_all([model], tmp_path / "hf", lambda _: None)
+        export(tmp_path, [model])
     (tmp_path / "new").write_text("[]")
     os.utime(tmp_path / "new", (1, 1))
     (tmp_path / "new").replace(models[1] / "config.json")
-    hub.export_all([models[1]], tmp_path / "hf", lambda _: None)
+    export(tmp_path, [models[1]])
     assert [command[command.index("--hf") + 1] for command in exported] == [
         str(model) for model in (*models, models[1])
     ]
@@ -78,7 +88,7 @@ def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]
     model = directory(tmp_path / "broken")
     for _ in range(2):
         with pytest.raises(ServeError, match="broken: cannot be exported; see the lines above"):
-            hub.export_all([model], tmp_path / "hf", lambda _: None)
+            export(tmp_path, [model])
     assert len(exported) == 2
 
 
@@ -86,9 +96,9 @@ def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list
     """Two directories that would become the same model are refused. A missing directory is also refused."""
     same = [directory(tmp_path / part / "model") for part in ("a", "b")]
     with pytest.raises(ServeError, match="would both become the model model; rename one"):
-        hub.export_all(same, tmp_path / "hf", lambda _: None)
+        export(tmp_path, same)
     with pytest.raises(ServeError, match="missing is not a directory"):
-        hub.export_all([tmp_path / "missing"], tmp_path / "hf", lambda _: None)
+        export(tmp_path, [tmp_path / "missing"])
     assert not exported
 
 

@@ -82,7 +82,7 @@ def test_bundles_and_hugging_face_directories_are_served_together(
         served.extend(paths)
         raise ServeError("stop here")
 
-    monkeypatch.setattr("rsrv.serve.hub.export_all", lambda *_: [exported])
+    monkeypatch.setattr("rsrv.serve.hub.export_all", lambda *_: None)
     monkeypatch.setattr("rsrv.serve.command.repositories.check", check)
 
     assert run(tmp_path, "--hf", tmp_path / "two") == 1
@@ -90,7 +90,7 @@ def test_bundles_and_hugging_face_directories_are_served_together(
     assert run(tmp_path, "--hf", tmp_path / "one") == 1
     assert "one would both become the model one; rename one of them" in capfd.readouterr().err
     assert main(["serve", "--tritonserver", "/bin/true"]) == 2
-    assert "there is nothing to serve" in capfd.readouterr().err
+    assert "there is nothing to serve: name BUNDLES, --hf MODEL or --demo" in capfd.readouterr().err
 
 
 def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from rsrv.text import os_error
 from rsrv.tokens import TokenError
 from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
-from rsrv_gen.sources import read_sources
+from rsrv_gen.sources import find_places
 
 log = logging.getLogger(__name__)
 #: The parent of the loggers of this package's modules. Its handlers also get the lines of these loggers.
@@ -50,14 +50,11 @@ def run(options: Namespace) -> int:
             if not options.dry_run:
                 _copy_demo(options.directory)
         if options.hf:
-            folder = options.directory / hub.FOLDER
-            hub.check_names(options.hf, folder, read_sources(options.bundles).places)
-            exported = (
-                [folder / hub.model_name(directory) for directory in options.hf]
-                if options.dry_run
-                else hub.export_all(options.hf, folder, lambda line: print(line, flush=True))
-            )
-            options.bundles = [*options.bundles, *exported]
+            named, _ = find_places(options.bundles)
+            exports = hub.plan_exports(options.hf, options.directory / hub.FOLDER, named)
+            if not options.dry_run:
+                hub.export_all(exports, lambda line: print(line, flush=True))
+            options.bundles = [*options.bundles, *exports]
         if not options.bundles:
             raise NoBundlesError("there is nothing to serve: name BUNDLES, --hf MODEL or --demo")
         settings = server.read(options)

@@ -20,37 +20,39 @@ FOLDER = "hf"
 _STAMPS = ".exported"
 
 
-def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Export the directories that have changed since their last export. Return the bundles, all in `folder`.
+def plan_exports(
+    directories: Sequence[Path], folder: Path, named: Mapping[str, Sequence[Path]]
+) -> dict[Path, Path]:
+    """Return the directories by the bundles to export. All bundles are in `folder`.
+
+    `named`: paths of the bundles that the command line names, by model. Raises ServeError if two models would have the same name.
+    """
+    exports: dict[Path, Path] = {}
+    for directory in directories:
+        bundle = folder / model_name(directory)
+        further = [place for place in named.get(bundle.name, ()) if place.resolve() != bundle.resolve()]
+        if bundle in exports or further:
+            same = exports.get(bundle) or further[0]
+            raise ServeError(
+                f"--hf: {directory} and {same} would both become the model {bundle.name}; rename one of them"
+            )
+        exports[bundle] = directory
+    return exports
+
+
+def export_all(exports: Mapping[Path, Path], say: Callable[[str], None]) -> None:
+    """Export the directories that have changed since their last export. `exports`: the directories by bundle.
 
     Each export runs in a process of its own, which imports PyTorch and transformers. This process imports neither. Raises
-    ServeError if a directory is missing, if two models would have the same name, or if an export fails.
+    ServeError if a directory is missing, or if an export fails.
     """
-    bundles: dict[Path, Path] = {}
-    for directory in directories:
+    for directory in exports.values():
         if not directory.is_dir():
             raise ServeError(
                 f"--hf: {directory} is not a directory. Name a directory that save_pretrained wrote"
             )
-        bundle = folder / model_name(directory)
-        if bundle in bundles:
-            raise ServeError(
-                f"--hf: {directory} and {bundles[bundle]} would both become the model {bundle.name}; rename one of them"
-            )
-        bundles[bundle] = directory
-    for bundle, directory in bundles.items():
+    for bundle, directory in exports.items():
         _export(directory, bundle, say)
-    return list(bundles)
-
-
-def check_names(directories: Sequence[Path], folder: Path, bundles: Mapping[str, Path]) -> None:
-    """Raise ServeError if a directory's model has the name of another bundle. `bundles`: the named bundles by model."""
-    for directory in directories:
-        name = model_name(directory)
-        if name in bundles and bundles[name].resolve() != (folder / name).resolve():
-            raise ServeError(
-                f"--hf: {directory} and the bundle {bundles[name]} would both become the model {name}; rename one of them"
-            )
 
 
 def model_name(directory: Path) -> str:

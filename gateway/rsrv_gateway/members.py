@@ -183,7 +183,7 @@ def parse_workers(text: str) -> list[WorkerEntry]:
 
 
 def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
-    """Return the ports of a server with this gRPC port. The other ports have the same distances from it as in `ports`.
+    """Return the ports of a server whose gRPC port is `grpc_port`: all ports of `ports`, moved by the same difference.
 
     A port is None if it would be invalid.
     """

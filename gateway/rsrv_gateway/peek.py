@@ -31,7 +31,7 @@ _NAME_AND_SHAPE = _INPUT_NAME, _SHAPE = 1, 3
 MOST_ELEMENTS = 2**31 - 1
 #: Maximum number of extents of an input.
 MOST_EXTENTS = 100
-#: Wire type of the fields that have a length before their bytes.
+#: Wire type of length-delimited fields, such as texts and messages.
 _OF_LENGTH = 2
 #: Wire types of the fields with a fixed size -> number of bytes.
 _SIZES = {1: 8, 5: 4}

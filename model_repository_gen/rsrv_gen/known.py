@@ -1,6 +1,6 @@
 """Notes of earlier runs about bundles and models. With these notes, an unchanged bundle costs only a few calls of stat.
 
-The notes are a file beside the repository. A note is valid while its bundle or model has the same signature. A bundle that
+The notes are in a file next to the repository. A note is valid while its bundle or model has the same signature. A bundle that
 changed within the last seconds gets no note, because after another change its files might have the same times. If the file is
 missing or damaged, all bundles are read again. The file also records where each model's bundle was.
 """

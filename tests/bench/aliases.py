@@ -2,8 +2,9 @@
 
 Run from the project's root: python -m tests.bench.aliases
 
-Two models have the same module and weights. To measure the latency, one client sends requests to the names in turn. To measure
-CPU time and throughput, 16 clients send all their requests to one name for two seconds, then to the next name.
+The benchmark serves two models with the same module and weights. To measure the latency, one client sends requests to the names
+in turn. To measure CPU time and throughput, 16 clients send all their requests to one name for two seconds, then to the next
+name.
 """
 
 from __future__ import annotations

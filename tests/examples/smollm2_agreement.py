@@ -66,9 +66,10 @@ def model_of(path: Path) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Compare the bundle's tokens with those of transformers, and print the largest gap of the logits of two different tokens.
+    """Compare the tokens that the bundle chooses with the tokens that transformers chooses.
 
-    Raises BundleError if a gap exceeds the limit.
+    Where two tokens differ, the gap is the difference of their logits, relative to the largest magnitude. Print the largest
+    gap. Raises BundleError if a gap exceeds the limit.
     """
     bundle = read_bundle(folder)
     generate = bundle.manifest.generate

@@ -66,9 +66,9 @@ def network(state_dict: Mapping[str, Tensor] | None = None) -> ResNet18:
 
 
 def _settle(made: ResNet18) -> None:
-    """Set the weights of the convolutions, and set the statistics of the normalisations to those of random noise.
+    """Set the weights of the convolutions, and run random noise through the network to set the normalisations' statistics.
 
-    With their initial statistics, the normalisations would change nothing, so no test would notice an error in them.
+    With the initial statistics, the normalisations would change nothing, so no test would notice an error in them.
     """
     for module in made.modules():
         if isinstance(module, nn.Conv2d):

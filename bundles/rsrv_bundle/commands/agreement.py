@@ -48,8 +48,8 @@ class Comparison:
     source: Source | None = None
     #: Samples as `samples.rows_of` takes them, or None.
     samples: Mapping[str, Array] | None = None
-    #: Examples by executable input, as `numerics.example_inputs` takes them. Without samples, random inputs take their integers
-    #: from the examples.
+    #: Examples by executable input, as `numerics.example_inputs` takes them. Without samples, the integers of random inputs are
+    #: values of these examples.
     examples: Mapping[str, Any] = field(default_factory=dict)
     #: Tolerances by element type. They replace entries of TOLERANCE, and tolerances in the manifest of a narrow bundle.
     tolerance: Mapping[str, float] = field(default_factory=dict)

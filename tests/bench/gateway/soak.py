@@ -33,8 +33,8 @@ from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
 #: Events of a worker. JOIN: the worker starts, and is added to the workers file when it is ready. LEAVE: the worker is removed
-#: from the file, and gets SIGTERM when it has no more requests. STOP, KILL: the worker gets SIGTERM or SIGKILL while it is in the
-#: file.
+#: from the workers file, and stopped with SIGTERM when it has no more requests. STOP, KILL: the worker is stopped with SIGTERM
+#: or SIGKILL while the workers file still lists it.
 JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
 _MODELS = 8
 #: Number of models whose weights fit on one worker.

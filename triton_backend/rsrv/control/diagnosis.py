@@ -117,11 +117,11 @@ class Diagnosis:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        due, failures = self._loop.time(), self._lifecycle.reasons
+        due, reasons = self._loop.time(), self._lifecycle.reasons
         while True:
             is_due = self._loop.time() >= due
-            if is_due or failures != self._lifecycle.reasons:
-                failures = self._lifecycle.reasons
+            if is_due or reasons != self._lifecycle.reasons:
+                reasons = self._lifecycle.reasons
                 try:
                     now, _ = await self.update()
                     if is_due:

@@ -39,9 +39,9 @@ async def fail_over(
     """
     if not (refusal.lost and await traffic.brain.has_died(choice.worker, model)):
         return await _ask_others(traffic, choice, refusal, ask, deadline)
-    async with traffic.suspects.turn() as alone:
+    async with traffic.suspects.turn() as turn:
         answer = await _ask_others(traffic, choice, refusal, ask, deadline)
-        if not (isinstance(answer, Refusal) and answer.lost and alone):
+        if not (isinstance(answer, Refusal) and answer.lost and turn.alone):
             return answer
         if choice.worker in choice.others and await traffic.brain.has_died(choice.worker, model):
             traffic.suspects.add(model, digest())

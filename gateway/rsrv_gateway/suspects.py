@@ -24,8 +24,8 @@ from rsrv_gateway.outcomes import Refusal
 _REFUSED_S = 300.0
 #: Maximum number of stored digests.
 _DIGESTS_MAX = 64
-#: Maximum number of seconds for which a request waits for its turn. After that, it executes concurrently with others, and cannot
-#: become a suspect.
+#: Maximum number of seconds for which a request waits for its turn. After that, it executes concurrently with others. Then neither
+#: the request nor one that has the turn meanwhile can become a suspect.
 _TURN_S = 2.0
 #: JSON of at most this many bytes is parsed, so that its digest can leave out the id and the parameters.
 _PARSED_MAX = 1 << 20
@@ -42,6 +42,14 @@ EQUAL = Refusal(
 )
 
 
+class Turn:
+    """A request's execution on another worker after a death."""
+
+    def __init__(self, alone: bool) -> None:
+        #: False if another request from a dead worker has executed at the same time.
+        self.alone = alone
+
+
 class Suspects:
     """The digests of suspect requests. One event loop owns the object."""
 
@@ -49,7 +57,9 @@ class Suspects:
         self._clock = clock
         #: Time until which requests are refused, by model and digest.
         self._until: dict[tuple[str, bytes], float] = {}
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        #: The executions in progress: at most one that has the turn, and those that did not wait any longer.
+        self._turns: set[Turn] = set()
 
     def has(self, model: str) -> bool:
         """Return True if requests for the model must be compared with suspects."""
@@ -69,20 +79,22 @@ class Suspects:
         self._until[model, digest] = self._clock() + _REFUSED_S
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[bool]:
-        """Wait for this request's turn, and yield True in it. Only one request at a time has the turn.
-
-        Yield False if the turn did not come within `_TURN_S` seconds.
-        """
-        alone = False
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Wait for this request's turn, at most `_TURN_S` seconds. The request executes inside the context, with or without a turn."""
+        locked = False
         with suppress(TimeoutError):
             async with asyncio.timeout(_TURN_S):
-                alone = await self._turn.acquire()
+                locked = await self._lock.acquire()
+        turn = Turn(alone=not self._turns)
+        for other in self._turns:
+            other.alone = False
+        self._turns.add(turn)
         try:
-            yield alone
+            yield turn
         finally:
-            if alone:
-                self._turn.release()
+            self._turns.remove(turn)
+            if locked:
+                self._lock.release()
 
 
 def call_digest(data: bytes) -> bytes:

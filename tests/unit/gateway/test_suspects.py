@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import grpc
+import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv.settings_fleet import GatewaySection
@@ -123,15 +124,15 @@ async def test_only_one_suspect_is_under_way() -> None:
     inside, go = asyncio.Event(), asyncio.Event()
 
     async def first() -> None:
-        async with suspects.turn() as alone:
-            order.append(f"first {alone}")
+        async with suspects.turn() as turn:
+            order.append(f"first {turn.alone}")
             inside.set()
             await go.wait()
 
     async def second() -> None:
         await inside.wait()
-        async with suspects.turn() as alone:
-            order.append(f"second {alone}")
+        async with suspects.turn() as turn:
+            order.append(f"second {turn.alone}")
 
     tasks = [asyncio.create_task(first()), asyncio.create_task(second())]
     await inside.wait()
@@ -141,6 +142,43 @@ async def test_only_one_suspect_is_under_way() -> None:
     go.set()
     await asyncio.gather(*tasks)
     assert order == ["first True", "second True"]
+
+
+@looped
+async def test_a_request_that_did_not_wait_any_longer_clears_the_one_with_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While two requests of a dead worker execute at the same time, either may be the cause of a death, so neither is blamed."""
+    suspects = Suspects()
+    async with suspects.turn() as first:
+        monkeypatch.setattr("rsrv_gateway.suspects._TURN_S", 0)
+        async with suspects.turn() as late:
+            assert (first.alone, late.alone) == (False, False)
+        monkeypatch.undo()
+    async with suspects.turn() as later:
+        assert later.alone
+
+
+@looped
+async def test_a_turn_that_begins_beside_a_late_request_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that gets the turn is not blamed either, while a request that did not wait for its turn still executes."""
+    suspects = Suspects()
+    ended = asyncio.Event()
+
+    async def late() -> None:
+        async with suspects.turn():
+            await ended.wait()
+
+    async with suspects.turn():
+        monkeypatch.setattr("rsrv_gateway.suspects._TURN_S", 0)
+        task = asyncio.create_task(late())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        monkeypatch.undo()
+    async with suspects.turn() as next_turn:
+        assert not next_turn.alone
+        ended.set()
+        await task
 
 
 def test_suspects_are_forgotten() -> None:

@@ -102,6 +102,17 @@ def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list
     assert not exported
 
 
+def test_bundles_behind_hf_are_refused(tmp_path: Path, exported: list[list[str]]) -> None:
+    """A folder of bundles, or a bundle, is not exported as a model. The error says where to write it."""
+    (tmp_path / "bundles" / "digits").mkdir(parents=True)
+    (tmp_path / "bundles" / "digits" / "manifest.yaml").touch()
+    model = directory(tmp_path / "model")
+    for named in (tmp_path / "bundles", tmp_path / "bundles" / "digits"):
+        with pytest.raises(ServeError, match=r"has bundles\..*write the bundles before --hf"):
+            export(tmp_path, [model, named])
+    assert not exported
+
+
 def test_a_model_of_the_hubs_cache_has_its_name(tmp_path: Path) -> None:
     """A snapshot in the hub's cache has the name of its model. Characters that are not allowed are replaced."""
     snapshot = directory(tmp_path / "models--org--all-MiniLM.L6" / "snapshots" / "0123abc")

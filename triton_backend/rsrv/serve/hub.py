@@ -51,6 +51,10 @@ def export_all(exports: Mapping[Path, Path], say: Callable[[str], None]) -> None
             raise ServeError(
                 f"--hf: {directory} is not a directory. Name a directory that save_pretrained wrote"
             )
+        if (directory / "manifest.yaml").exists() or any(directory.glob("*/manifest.yaml")):
+            raise ServeError(
+                f"--hf: {directory} has bundles. All names after --hf are models to export, so write the bundles before --hf"
+            )
     for bundle, directory in exports.items():
         _export(directory, bundle, say)
 

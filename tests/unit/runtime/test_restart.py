@@ -42,7 +42,7 @@ def one_executes_and_one_waits(runtime: Runtime, engine: Engine) -> tuple[FakeRe
 def until_a_restart_is_under_way(runtime: Runtime) -> None:
     with Operator(runtime) as second:
         refused = second.do("restart", drain_s=30)
-        assert refused["error"] == "another restart or sleep is under way; wait for its end"
+        assert refused["error"] == "another restart or sleep is in progress; wait until it has ended"
 
 
 def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(

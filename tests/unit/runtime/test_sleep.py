@@ -139,7 +139,7 @@ def test_a_sleep_is_refused_during_a_restart_and_withdrawn_with_its_caller(
     wait_until(lambda: successor.asked == ["prepare fresh"])
     with Operator(runtime) as second:
         refused = second.do("sleep", drain_s=30)
-        assert refused["error"] == "another restart or sleep is under way; wait for its end"
+        assert refused["error"] == "another restart or sleep is in progress; wait until it has ended"
     first.close()
     wait_until(lambda: successor.asked == ["prepare fresh", "withdraw"])
 

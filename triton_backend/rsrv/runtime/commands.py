@@ -453,7 +453,8 @@ class Commands:
             case "restart" | "sleep":
                 if self._end is not None or self._preparing:
                     raise CommandRefused(
-                        "FAILED_PRECONDITION", "another restart or sleep is under way; wait for its end"
+                        "FAILED_PRECONDITION",
+                        "another restart or sleep is in progress; wait until it has ended",
                     )
                 self._waiting[connection] = deque()
                 self._plan(_PlannedEnd(name, connection, command["drain_s"], command.get("force", False)))

@@ -1,9 +1,9 @@
-"""Draw docs/images/memory.svg: the memory of 40 fine-tunes as plain Triton models and in rsrv.
+"""Draw docs/images/memory.svg: the memory of 40 fine-tunes in two backends of Triton and in rsrv.
 
     python tools/memory_picture.py     # rewrites the picture
 
-The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is computed
-and not measured. The picture has colours for light mode and for dark mode.
+The memory of processes is the measured memory of one model, from docs/benchmark.md and docs/onnx.md, times 40. The memory of the
+card is computed and not measured. The picture has colours for light mode and for dark mode.
 """
 
 import re
@@ -20,10 +20,12 @@ OWN = 2e6
 #: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of plain models were not measured.
 CONTEXT = 0.6e9
 
+PYTHON_BACKEND, ONNX_BACKEND = "Python backend", "ONNX Runtime backend"
+
 #: Parts of a bar: the class of its colour and its bytes.
 Bar = list[tuple[str, float]]
 
-WIDTH, LEFT, RIGHT, BAR, STEP = 640, 150, 560, 26, 40
+WIDTH, LEFT, RIGHT, BAR, STEP = 640, 190, 565, 26, 40
 STYLE = """
   svg { --paper: #ffffff; --ink: #1f2328; --grey: #59636e; --context: #8c959f; --weights: #0072b2; --process: #e69f00 }
   @media (prefers-color-scheme: dark) {
@@ -35,35 +37,46 @@ STYLE = """
 """
 
 
-def process_bytes() -> tuple[float, float, float]:
-    """Return the measured bytes of an added model's process: plain, with the Python front, with the native front."""
-    page = (DOCS / "benchmark.md").read_text(encoding="utf-8")
-    match = re.search(
+#: The page and the sentence with the measured memory of an added model: in the Python backend, with the Python front, with the native
+#: front; and in the ONNX Runtime backend.
+MEASURED = (
+    (
+        "benchmark.md",
         r"Each further model takes ([\d.]+) MB of memory \(USS\) if it is a plain model, ([\d.]+) MB with the Python front, and ([\d.]+) MB",
-        page,
-    )
-    assert match is not None, "docs/benchmark.md has no sentence about the memory of an added model"
-    plain, python, native = (float(number) * 1e6 for number in match.groups())
-    return plain, python, native
+    ),
+    ("onnx.md", r"A further MLP takes ([\d.]+) MB of memory \(USS\) in the ONNX Runtime backend"),
+)
+
+
+def process_bytes() -> tuple[float, ...]:
+    """Return the measured bytes that an added model takes in processes, in the order of MEASURED."""
+    numbers: list[float] = []
+    for name, sentence in MEASURED:
+        match = re.search(sentence, " ".join((DOCS / name).read_text(encoding="utf-8").split()))
+        assert match is not None, f"docs/{name} has no sentence about the memory of an added model"
+        numbers += (float(number) * 1e6 for number in match.groups())
+    return tuple(numbers)
 
 
 def panels() -> list[tuple[str, str, dict[str, Bar]]]:
     """Return the two halves of the picture: title, note, and bars by name."""
-    plain, python, native = process_bytes()
+    plain, python, native, onnxruntime = process_bytes()
     weights = SHARED + MODELS * OWN
     card: dict[str, Bar] = {
-        "plain": [("context", MODELS * CONTEXT), ("weights", MODELS * (SHARED + OWN))],
+        PYTHON_BACKEND: [("context", MODELS * CONTEXT), ("weights", MODELS * (SHARED + OWN))],
+        ONNX_BACKEND: [("context", CONTEXT), ("weights", MODELS * (SHARED + OWN))],
         "rsrv": [("context", CONTEXT), ("weights", weights)],
     }
     host: dict[str, Bar] = {
-        "plain": [("process", MODELS * plain)],
+        PYTHON_BACKEND: [("process", MODELS * plain)],
+        ONNX_BACKEND: [("process", MODELS * onnxruntime)],
         "rsrv, Python front": [("process", MODELS * python), ("weights", weights)],
         "rsrv, native front": [("process", MODELS * native), ("weights", weights)],
     }
     return [
         (
             "GPU memory: arithmetic",
-            "weights, and contexts of 0.6 GB, like tritonserver's own on an H100 (others were not measured)",
+            "weights, and contexts of 0.6 GB like tritonserver's own on an H100; without activations",
             card,
         ),
         (

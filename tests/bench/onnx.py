@@ -1,10 +1,13 @@
-"""Compare rsrv with onnxruntime on ONNX files. Both run behind tritonserver 24.10 on the same cores, in turns.
+"""Compare rsrv with onnxruntime on ONNX files. Both run behind the same tritonserver on the same cores, in turns.
 
-    python -m tests.bench.onnx     # less than five minutes, and the time of the first export
+    python -m tests.bench.onnx                          # less than five minutes, and the time of the first export
+    python -m tests.bench.onnx --backend onnxruntime    # beside Triton's own ONNX Runtime backend
 
-The local tritonserver has no backend for onnxruntime, so the other side is a Python-backend model that calls onnxruntime
-(plain_onnx.py). This model has a thread for each core, Triton's dynamic batcher, and the same largest batch. Before the
-measurement, concurrent requests check that the answers of both sides equal those of onnxruntime in this process.
+Without an option, the other side is a Python-backend model that calls onnxruntime (plain_onnx.py), because the local tritonserver
+has no other backend. NVIDIA's images have the ONNX Runtime backend in /opt/tritonserver/backends/onnxruntime. RSRV_TEST_TRITONSERVER
+names their server; or copy the folder to .triton/backends. The other side has a thread for each core, Triton's dynamic batcher, and
+the same largest batch. Before the measurement, concurrent requests check that the answers of all sides equal those of onnxruntime in
+this process. At the end, the program measures the memory of added models.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,12 @@ from rsrv.triton_install import InstallError
 from rsrv_bundle.from_onnx import eager_onnx, export_onnx
 from rsrv_bundle.numerics import difference
 from tests.bench import plain_env
-from tests.bench.figures import Rounds, Sample, Spread
+from tests.bench.figures import Rounds, Sample, Spread, per_added_model
 from tests.bench.load import BenchFailed, Side, measure
 from tests.bench.models import Array, ensure_bundle, generate
 from tests.bench.phases import NATIVE, RSRV, say, served, told
 from tests.bench.places import HERE, ROOT, WORK
+from tests.bench.processes import Memory, memory, server_processes
 from tests.bench.report import rounds_line, spread_text, table
 from tests.e2e.calls import tensors
 from tests.zoo.onnx_files import FILES, path_of
@@ -42,6 +46,8 @@ from tests.zoo.onnx_files import FILES, path_of
 Arrays = dict[str, Array]
 
 ONNXRUNTIME = "onnxruntime"
+#: The backend of Triton in which the other side runs onnxruntime.
+PYTHON_BACKEND, ONNXRUNTIME_BACKEND = BACKENDS = ("python", "onnxruntime")
 SIDES = (RSRV, NATIVE, ONNXRUNTIME)
 CLIENTS = (1, 16)
 SIZES = (1, 2, 4, 8)
@@ -73,14 +79,14 @@ def _downloaded(name: str) -> Path:
     return path_of(file)
 
 
-def _exported(name: str, make: Callable[[], tuple[Any, Arrays]]) -> Path:
-    """Return an ONNX file that PyTorch's exporter writes for a network with an open batch axis."""
+def _exported(name: str, make: Callable[[], tuple[Any, Arrays]], seed: int = 0) -> Path:
+    """Return an ONNX file that PyTorch's exporter writes for a network with an open batch axis. `seed` determines the weights."""
     import torch
 
     path = FOLDER / f"{name}.onnx"
     if not path.is_file() or path.stat().st_mtime < Path(__file__).stat().st_mtime:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         network, example = make()
         torch.onnx.export(
             network.eval(),
@@ -147,6 +153,9 @@ CASES = (
     ),
     Case("mlp", "MLP (256, 256, 10)", partial(_exported, "mlp", _mlp), _features),
 )
+#: The model whose copies are measured in memory, and the numbers of copies on the two servers. In a server's only stub, the pages of
+#: library files are unique. So the smaller server has two models.
+COPIED, COPIES = CASES[-1], (2, 32)
 
 
 def main() -> int:
@@ -154,35 +163,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.onnx", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
     parser.add_argument("--window", type=float, default=1.0, help="seconds of one window (%(default)s)")
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default=PYTHON_BACKEND,
+        help="backend of Triton that runs onnxruntime on the other side (%(default)s)",
+    )
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
-        samples = run(options.rounds, options.window)
+        samples = run(options.rounds, options.window, options.backend)
+        added = added_memory(options.backend)
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"onnx: {error}", file=sys.stderr)
         return 1
-    document = {name: [asdict(sample) for sample in measured] for name, measured in samples.items()}
+    rows = {name: [asdict(sample) for sample in measured] for name, measured in samples.items()}
+    document = {"backend": options.backend, "samples": rows, "added_mb": added}
     RESULT.write_text(json.dumps(document, indent=1) + "\n")
     print(_table(samples))
     for name, measured in samples.items():
         print(f"{name}: {rounds_line(Rounds.of(measured))}")
+    figures = ", ".join(f"{side} {megabytes:.2f} MB" for side, megabytes in added.items())
+    print(f"memory of an added {COPIED.title} (USS): {figures}")
     return 0
 
 
-def run(rounds: int, window_s: float) -> dict[str, list[Sample]]:
+def run(rounds: int, window_s: float, backend: str) -> dict[str, list[Sample]]:
     """Measure the sides in turns. Return the samples of each case."""
-    bundles = [_bundle(case) for case in CASES]
     data = {case.name: _data(case) for case in CASES}
     samples: dict[str, list[Sample]] = {case.name: [] for case in CASES}
     with (
-        served("onnx-rsrv", generate("onnx-rsrv", bundles), has_runtime=True) as rsrv,
-        served("onnx-native", generate("onnx-native", bundles, "stub: {front: native}"), has_runtime=True) as native,
-        served("onnx-plain", _plain_repository(), has_runtime=False) as plain,
-    ):  # fmt: skip
-        sides = [
-            Side(name, side.server, side.has_runtime)
-            for name, side in zip(SIDES, (rsrv, native, plain), strict=True)
-        ]
+        served(RSRV, _repository(RSRV, CASES, backend), has_runtime=True) as rsrv,
+        served(NATIVE, _repository(NATIVE, CASES, backend), has_runtime=True) as native,
+        served(ONNXRUNTIME, _repository(ONNXRUNTIME, CASES, backend), has_runtime=False) as plain,
+    ):
+        sides = [rsrv, native, plain]
         for side in sides:
             for case in CASES:
                 say(f"{side.name}, {case.name}: largest error {_largest_error(side, case):.1e}")
@@ -199,6 +214,37 @@ def run(rounds: int, window_s: float) -> dict[str, list[Sample]]:
     return samples
 
 
+def added_memory(backend: str) -> dict[str, float]:
+    """Return the memory that one more model takes on each side: the unique memory (USS) of the server's processes, in MB."""
+    fewest, most = COPIES
+    copies = [COPIED]
+    for number in range(1, most):
+        name = f"{COPIED.name}_{number}"
+        copies.append(replace(COPIED, name=name, file=partial(_exported, name, _mlp, number)))
+    added = {}
+    for name in SIDES:
+        used = []
+        for cases in (copies[:fewest], copies):
+            with served(
+                f"onnx-memory-{name}", _repository(name, cases, backend), has_runtime=name != ONNXRUNTIME
+            ) as side:
+                for case in cases:
+                    _largest_error(side, case)
+                processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
+                used.append(sum((memory(process) for process in processes), Memory()).uss)
+        added[name] = per_added_model(used[0], used[1], most - fewest)
+        say(f"{name}: an added {COPIED.name} takes {added[name]:.2f} MB")
+    return added
+
+
+def _repository(side: str, cases: Sequence[Case], backend: str) -> Path:
+    """Make a repository in which a side serves these cases."""
+    if side == ONNXRUNTIME:
+        return _plain_repository(cases, backend)
+    settings = "stub: {front: native}" if side == NATIVE else ""
+    return generate(f"onnx-{side}", [_bundle(case) for case in cases], settings)
+
+
 def _bundle(case: Case) -> Path:
     file = case.file()
 
@@ -209,22 +255,25 @@ def _bundle(case: Case) -> Path:
     return ensure_bundle(case.name, export, *makers)
 
 
-def _plain_repository() -> Path:
-    environment, repository = plain_env.ensure(), WORK / "onnx-plain"
+def _plain_repository(cases: Sequence[Case], backend: str) -> Path:
+    """Make a repository of plain Triton models, which run the cases' files with onnxruntime in this backend."""
+    repository = WORK / "onnx-plain"
     shutil.rmtree(repository, ignore_errors=True)
-    for case in CASES:
+    for case in cases:
         version = repository / case.name / "1"
         version.mkdir(parents=True)
-        shutil.copy(HERE / "plain_onnx.py", version / "model.py")
         shutil.copy(case.file(), version / "model.onnx")
         inputs = case.inputs(np.random.default_rng(0), 1)
-        lines = ['backend: "python"', f"max_batch_size: {SIZES[-1]}", "dynamic_batching { }"]
+        lines = [f'backend: "{backend}"', f"max_batch_size: {SIZES[-1]}", "dynamic_batching { }"]
         lines += [f"input {_tensor(name, array)}" for name, array in inputs.items()]
         lines += [f"output {_tensor(name, array)}" for name, array in _expected(case, inputs).items()]
         lines.append("instance_group [ { kind: KIND_CPU count: 1 } ]")
-        lines.append(
-            f'parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]'
-        )
+        if backend == PYTHON_BACKEND:
+            shutil.copy(HERE / "plain_onnx.py", version / "model.py")
+            environment = plain_env.ensure()
+            lines.append(
+                f'parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]'
+            )
         (version.parent / "config.pbtxt").write_text("\n".join(lines) + "\n")
     return repository
 

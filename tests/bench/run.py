@@ -36,7 +36,7 @@ class Plan:
     #: Seconds of a window. A sample takes three windows.
     window_s: float
     #: Number of models on the larger server whose memory is measured.
-    models: int = 8
+    models: int = 32
 
 
 QUICK = Plan(rounds=1, window_s=0.3, models=3)

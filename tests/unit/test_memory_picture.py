@@ -13,4 +13,7 @@ def test_the_readme_tells_the_figures_of_the_picture() -> None:
     _, _, card = tool.panels()[0]
     sizes = [tool.size(sum(part for _, part in bar)) for bar in card.values()]
     text = (tool.DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert f"{sizes[0]} of GPU memory as plain Triton models, {sizes[1]} in rsrv" in text
+    assert (
+        f"{sizes[0]} of GPU memory with Triton's Python backend, {sizes[1]} with its ONNX Runtime backend, {sizes[2]} in rsrv"
+        in text
+    )

@@ -92,7 +92,7 @@ async def test_each_version_of_a_model_has_its_own_outputs(monkeypatch: pytest.M
 
 
 @looped
-async def test_classes_of_unknown_outputs_are_refused_as_the_worker_says() -> None:
+async def test_a_worker_that_does_not_report_its_outputs_gets_no_request_for_classes() -> None:
     """If a worker does not report a model's outputs, the next worker gets the request for classes."""
     async with http_proxies.serving(2) as house:
         house.brain.strings = {"a": Refusal(StatusCode.UNAVAILABLE, "later")}

@@ -214,7 +214,7 @@ def test_only_the_memory_that_the_device_reads_is_page_locked(
     assert device.locked == {read.ctypes.data: read.nbytes}
 
 
-def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> None:
+def test_a_large_input_without_rows_is_copied_into_the_assembled_batch() -> None:
     """A large input without rows is copied into the assembled batch, which is page-locked.
 
     The request's memory is not page-locked, so a transfer from there would wait for the previous execution.

@@ -98,20 +98,6 @@ def test_requests_evict_no_model() -> None:
     assert driver.resident == {"a"}
 
 
-def test_a_shed_request_brings_no_weights() -> None:
-    """In explicit mode, no weights are loaded for a model whose request was shed and whose weights were evicted."""
-    driver = explicit(discipline="edf")
-    driver.add(program("a"), resident=False)
-    bring(driver, "a")
-    request = driver.request(deadline=driver.now + 0.0001)
-    driver.arrive(request)
-    driver.evict("a")
-
-    assert driver.outcome(request) is Outcome.SHED
-    assert not driver.resident
-    assert not driver.loading
-
-
 # --- what was prefetched has the room that is free -----------------------------------------------------------
 
 

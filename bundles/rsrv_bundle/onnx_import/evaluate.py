@@ -1,7 +1,8 @@
 """Evaluation of an ONNX graph with jax, while jax traces it.
 
 Values that are known at export (shapes, small constants, conditions) stay numpy arrays, because Reshape, Slice, Range and
-If need them. All other values are traced.
+If need them. All other values are traced. A small constant that a layer applies to traced values, such as a bias, is traced
+as a weight. So models with the same layers have the same modules, and the runtime compiles these once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rsrv_bundle.onnx_import import (  # noqa: F401 - these modules register the
     ops_shape,
 )
 from rsrv_bundle.onnx_import.model import (
+    STANDARD,
     Graph,
     Node,
     OnnxModel,
@@ -46,6 +48,11 @@ from rsrv_bundle.onnx_import.operators import (
     is_known,
 )
 
+#: Operators that apply weights to values. Their small constants are weights, too, if they have several floating-point numbers.
+_LAYERS = frozenset({
+    "Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "GRU", "Gemm", "GroupNormalization", "InstanceNormalization",
+    "LSTM", "LayerNormalization", "MatMul", "Mul", "PRelu", "RNN", "Sub",
+})  # fmt: skip
 #: Results with more elements are traced even if their values are known, because they cannot be shapes.
 _FOLD_ELEMENTS = 2**14
 #: Attributes that are sizes of windows and outputs. Values above `_LARGEST` are refused, because the compiler's
@@ -85,11 +92,31 @@ class Evaluator:
             if isinstance(value, Weight)
         }
         #: The weights that the outputs depend on.
-        self.weights: Mapping[str, Any] = {
-            name: array for name, array in model.weights.items() if name in used
-        }
+        self.weights: dict[str, Any] = {name: array for name, array in model.weights.items() if name in used}
+        #: Names among the weights of small constants that layers read, by the identity of the array.
+        self._small: dict[int, str] = {}
+        for graph in graphs_of(self.graph):
+            self._add_small_weights(graph)
         self._params: Mapping[str, Any] = {}
         self._steps = self._depth = 0
+
+    def _add_small_weights(self, graph: Graph) -> None:
+        made = {
+            output: node.attributes.get("value")
+            for node in graph.nodes
+            if node.op == "Constant"
+            for output in node.outputs
+        }
+        for node in graph.nodes:
+            for name in node.inputs if _is_layer(node) else ():
+                array = graph.constants.get(name, made.get(name))
+                if not isinstance(array, np.ndarray) or array.size < 2 or array.dtype.kind in "biuOSU":
+                    continue
+                if id(array) not in self._small:
+                    while name in self.model.weights or name in self.weights:
+                        name += "_"
+                    self._small[id(array)] = name
+                    self.weights[name] = array
 
     def __call__(self, params: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
         self._params, self._steps, self._depth = params, 0, 0
@@ -132,6 +159,8 @@ class Evaluator:
                 raise BundleError(f"{node}: its attribute '{name}' has a number above {_LARGEST}")
             if isinstance(value, Unreadable):
                 raise BundleError(f"{node}: its attribute '{name}' is a {value.kind}, which is not supported")
+        if _is_layer(node) and not is_known(*inputs):
+            inputs = [self._params.get(self._small.get(id(value), ""), value) for value in inputs]
         context = Context(node, opsets.get(node.domain, 1), opsets, self, env)
         try:
             result = self._lower(context, inputs, attributes)
@@ -185,6 +214,10 @@ class Evaluator:
         if isinstance(value, list) and any(isinstance(part, Weight) for part in value):
             return [self._value(part) for part in value]
         return value
+
+
+def _is_layer(node: Node) -> bool:
+    return node.domain == STANDARD and node.op in _LAYERS
 
 
 def _folded(call: Any) -> Any:

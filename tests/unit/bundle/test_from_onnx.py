@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import GraphProto, TensorProto, helper
+from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from rsrv_bundle import Bundle, BundleError, from_onnx
 from rsrv_bundle.cli import main
@@ -299,6 +299,66 @@ def test_state_has_its_batch_where_the_file_names_it(tmp_path: Path) -> None:
         ("x", (-1, 3), 0),
         ("state", (2, -1, 3), 1),
     ]
+
+
+def test_models_with_the_same_layers_have_the_same_modules(tmp_path: Path) -> None:
+    """Small biases, scales and kernels are weights, so that two fine-tunes have equal modules, which are compiled once."""
+
+    def export_with(seed: int) -> Bundle:
+        rng = np.random.default_rng(seed)
+        values = {
+            "kernel": (2, 1, 3),
+            **dict.fromkeys(("bias", "scale", "shift", "mean"), (2,)),
+            "head": (6, 3),
+            "last": (3,),
+        }
+        constants = {name: rng.standard_normal(shape, np.float32) for name, shape in values.items()}
+        constants |= {"var": rng.uniform(1, 2, 2).astype(np.float32), "flat": np.array([0, -1])}
+        made = graph(
+            [
+                node("Conv", "x kernel bias", "a", pads=[1, 1]),
+                node("BatchNormalization", "a scale shift mean var", "b"),
+                node("Reshape", "b flat", "c"),
+                node(
+                    "Constant", "", "own", value=numpy_helper.from_array(rng.standard_normal(3, np.float32))
+                ),
+                node("Gemm", "c head last", "d"),
+                node("Add", "d own", "y"),
+            ],
+            {"x": (np.float32, ["rows", 1, 3])},
+            {"y": (np.float32, ["rows", 3])},
+            constants,
+        )
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        return export(folder, made, batch_sizes=(1, 2))
+
+    one, other = export_with(1), export_with(2)
+    modules, others = ([file.read_bytes() for file in bundle.modules.values()] for bundle in (one, other))
+    assert modules == others
+    assert {weight.name for weight in one.weights} == {
+        *("kernel", "bias", "scale", "shift", "mean", "var", "head", "last", "own"),
+    }
+
+
+def test_small_numbers_that_determine_a_shape_stay_known(tmp_path: Path) -> None:
+    """A small constant that scales a shape is no weight, because shapes are fixed at export."""
+    made = graph(
+        [
+            node("Shape", "x", "shape"),
+            node("Cast", "shape", "sizes", to=TensorProto.FLOAT),
+            node("Mul", "sizes factors", "scaled"),
+            node("Cast", "scaled", "goal", to=TensorProto.INT64),
+            node("Reshape", "x goal", "r"),
+            node("Mul", "r factors", "y"),
+        ],
+        {"x": (np.float32, [1, 4])},
+        {"y": (np.float32, [2, 2])},
+        {"factors": np.array([2, 0.5], np.float32)},
+    )
+    bundle = export(tmp_path, made, batch_sizes=())
+    assert [spec.dims for spec in bundle.manifest.outputs] == [(2, 2)]
+    assert {weight.name for weight in bundle.weights} == {"factors"}
 
 
 def test_an_inner_value_can_be_the_output(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def panels() -> list[tuple[str, str, dict[str, Bar]]]:
 
 
 def size(number: float) -> str:
-    """Return bytes as text, such as 25.9 GB."""
-    return f"{number / 1e9:.1f} GB"
+    """Return bytes as text, such as 25.9 GB or 40 MB."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.0f} MB"
 
 
 def draw() -> str:

@@ -183,7 +183,8 @@ PROOFS: Final = (
 )  # fmt: skip
 
 
-#: Features of requests and events, which no program can refuse when it checks bundles and settings.
+#: Features of requests and events. A program that checks bundles and settings does not see them, so it cannot refuse them. Pairs
+#: with one of them that have no test are "untested".
 _LATER: Final = frozenset((*_ASKED, _F.WARM))
 #: Other pairs without a test. They were accepted before this table existed. Remove entries, but add none.
 UNTESTED: Final = (

@@ -170,7 +170,7 @@ def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -
 
 
 def _shared(value: Any) -> Iterator[frozenset[int]]:
-    """Yield the axes that can share a scale at each use of a value."""
+    """Yield, for each product or lookup that reads a value, the axes along which its elements can share a scale."""
     for use in value.uses:
         operation, place = use.owner.operation, use.operand_number
         if operation.name == "stablehlo.transpose":

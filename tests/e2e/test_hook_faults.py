@@ -310,7 +310,7 @@ def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) ->
 
 
 def test_a_hook_that_opens_all_files_ends_its_process(server: RunningTriton) -> None:
-    """If a hook opens all files, its request fails with this reason, and the process ends.
+    """If a hook uses up the file descriptors of its process, its request fails, and the process ends.
 
     The server is unhealthy until the next process serves.
     """

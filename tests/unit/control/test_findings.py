@@ -602,9 +602,9 @@ def test_a_full_shm_names_whose_bytes_it_holds(usage: ShmUsage, cause: str, cure
 
 
 def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a start compiles and the compilation cache has no folder, the cause is the setting of this folder.
+    """If a start compiles and `runtime.compilation_cache_dir` is null, the finding names this setting as the cause.
 
-    If the setting names a folder, the cause is that this folder did not have the executables.
+    If the setting names a folder, the finding says that the executables were not in that folder.
     """
     monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
     compiled = counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))

@@ -141,7 +141,7 @@ def test_a_request_whose_deadline_has_passed_calls_no_model(runtime: Runtime, st
 def test_a_client_that_goes_is_noticed_before_a_stage(
     runtime: Runtime, start_meta: StartMeta, through: str
 ) -> None:
-    """A run that calls models without end fails at its next call after the client has left."""
+    """A run calls models in an endless loop. After its client has left, its next call fails."""
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class LivePage:
         return web.Response(status=status, text=text, headers=_HEADERS)
 
     async def _order(self, request: web.Request, most: int, *keys: str) -> list[Any]:
-        """Return the values of these keys from the body of a client with the token. Raises web.HTTPException."""
+        """Check the token of a request, and return the values of these keys from its JSON body. Raises web.HTTPException."""
         if self._token is None:
             raise web.HTTPForbidden(text="this page is read-only: metrics.token_file is not set\n")
         if not bears(request.headers.get("Authorization", ""), self._token()):

@@ -7,8 +7,9 @@ from types import TracebackType
 
 from rsrv.runtime.device import OutOfMemory
 
-#: CUDA errors after which every call of the process fails: errors that "leave the process in an inconsistent state"
-#: by CUresult in NVIDIA's driver API, uncorrectable memory errors, and a context or a driver that is gone.
+#: CUDA errors after which every call of the process fails. The documentation of `CUresult` in NVIDIA's driver API says of most of them
+#: that they leave the process in an inconsistent state. The others are uncorrectable memory errors, and the loss of a context or of
+#: the driver.
 _LOST = re.compile(
     r"CUDA_ERROR_(ILLEGAL_(ADDRESS|INSTRUCTION)|MISALIGNED_ADDRESS|INVALID_(ADDRESS_SPACE|PC)|LAUNCH_(FAILED|TIMEOUT)|"
     r"HARDWARE_STACK_ERROR|ASSERT|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE|(ECC|NVLINK)_UNCORRECTABLE|"

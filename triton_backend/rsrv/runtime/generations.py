@@ -2,7 +2,8 @@
 
 A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths. Afterwards, each
 returned token is the next chunk. Times are arguments. This module neither sends nor executes anything. `stateful_requests` does
-both. A live generation always has one step under way, so any event that ends that step can also end the generation.
+both. A live generation always has exactly one step, which waits or executes. A step that ends without an execution ends the
+generation. A step that has executed ends the generation, or the generation submits its next step.
 """
 
 from collections.abc import Mapping, Sequence

@@ -113,7 +113,10 @@ _TIMES = ("paused_s", "weights_s", "peers_s", "executing_s")
 
 
 def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
-    """Return one request, combined from its parts. Parts that were faster than the recorded requests may be missing."""
+    """Return one request, combined from its parts.
+
+    A fast part may be missing, because only the slowest requests of a model are recorded, and each part counts as a request.
+    """
     described = sorted(map(_slow_request, parts), key=itemgetter("at"))
     first, last = described[0], max(described, key=lambda part: part["at"] + part["seconds"])
     if len(described) == 1:

@@ -184,7 +184,7 @@ class CopyMade(HostMemoryMeasured):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
-    """All evictions before this instruction have been carried out. The instruction is a retry."""
+    """The memory of all weights that were evicted before `instruction` is free, so this retry can start."""
 
     instruction: ev.Execute | ev.WarmUp
 

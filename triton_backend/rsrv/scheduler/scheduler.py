@@ -109,8 +109,8 @@ class Scheduler:
         self._admission = MetaAdmission(self._models, self._discipline, self.settings.meta_concurrency)
         self._residency = DeviceResidency(self._models, self._draining, self._queues, self.settings)
         self._loads = self._residency.loads
-        #: Models that may not execute yet, with the time when they may. They wait for more requests, or let other models
-        #: execute first after a retry.
+        #: Models that may not execute yet, with the time when they may. Such a model waits for more requests. Or its retry has
+        #: evicted other models, and it waits until these have executed.
         self._delayed: Ranking[str] = Ranking()
         #: Executions in flight, at most `depth`.
         self._running = InFlight()

@@ -130,7 +130,7 @@ def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
 
 
 def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Simulate one device under several idle limits. Return no decisions, and the table."""
+    """Simulate one device under several idle limits. Return an empty iterator of decisions, and the table."""
     runs = run_sweep(scenario, options.idle)
     if options.out is not None:
         _write_metrics(options.out, {"idle": runs})
@@ -141,7 +141,7 @@ def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
 
 
 def _run_weights(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Simulate one device with several types of weights. Return no decisions, and the table."""
+    """Simulate one device with several types of weights. Return an empty iterator of decisions, and the table."""
     runs = run_weights(scenario, options.weights)
     if options.out is not None:
         _write_metrics(options.out, {"weights": runs})

@@ -136,7 +136,7 @@ class _BlsCall:
     traceparent: str
     #: Number of the run's device.
     device: int
-    #: Time when the call has taken `timeout` seconds, the limit for all calls of a `Bls`.
+    #: Time when the call has taken `timeout` seconds. All calls of a `Bls` have the same `timeout`.
     hung_ns: int
     #: Future that gets the answer, or an error.
     future: Future[Arrays] = field(default_factory=Future)

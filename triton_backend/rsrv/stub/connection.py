@@ -253,7 +253,7 @@ class RuntimeConnection:
             self._take_back()
             place = self._arena.take(nbytes)
             memory = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
-        # Do this without the lock: any thread may collect the array, and that thread may hold the lock.
+        # Garbage collection calls `append`, which takes no lock. Any thread may collect the array, even one that holds the lock.
         finalize(memory, self._returned.append, place).atexit = False
         return np.ndarray(shape, dtype, memory)
 

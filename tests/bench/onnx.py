@@ -46,8 +46,9 @@ from tests.zoo.onnx_files import FILES, path_of
 Arrays = dict[str, Array]
 
 ONNXRUNTIME = "onnxruntime"
-#: The backend of Triton in which the other side runs onnxruntime.
-PYTHON_BACKEND, ONNXRUNTIME_BACKEND = BACKENDS = ("python", "onnxruntime")
+#: Backends of Triton in which the other side can run onnxruntime.
+PYTHON_BACKEND = "python"
+BACKENDS = (PYTHON_BACKEND, "onnxruntime")
 SIDES = (RSRV, NATIVE, ONNXRUNTIME)
 CLIENTS = (1, 16)
 SIZES = (1, 2, 4, 8)

@@ -191,17 +191,19 @@ class Picker:
     def order(self, model: str, chosen: str) -> Iterator[str]:
         """Yield the chosen worker, the model's other replicas, and then the other workers with the model.
 
-        The last group rotates with each call.
+        Both groups rotate, so that the requests of a dead worker do not all go to the same other worker.
         """
-        routes = self.traffic.table[model]
+        routes, turn = self.traffic.table[model], next(self._turns)
+        yielded = {chosen}
         yield chosen
-        yield from (worker for worker in routes.placed if worker != chosen)
-        ready = routes.ready
-        at = next(self._turns)
-        for number in range(at, at + len(ready)):
-            worker = ready[number % len(ready)]
-            if worker != chosen and worker not in routes.placed:
-                yield worker
+        for group in (routes.placed, routes.ready):
+            # The router also chooses in turn. A rotation with each call would give each chosen worker always the same successor.
+            at = turn // max(len(group), 1)
+            for number in range(at, at + len(group)):
+                worker = group[number % len(group)]
+                if worker not in yielded:
+                    yielded.add(worker)
+                    yield worker
 
     def in_turn(self) -> Sequence[str]:
         """Return all workers. The order rotates with each call."""

@@ -181,6 +181,21 @@ async def test_a_call_goes_to_the_placed_worker_of_the_model_in_its_body(mode: A
         assert answer.WhichOneof("response") == ("request_body" if mode is BUFFERED else "request_headers")
 
 
+@pytest.mark.parametrize("placed", [("a", "b", "d"), ()], ids=["placed", "ready"])
+@looped
+async def test_the_requests_of_a_dead_worker_are_spread_over_the_others(placed: tuple[str, ...]) -> None:
+    """For each worker that a request is sent to first, the worker for the retry is not always the same."""
+    workers = {name: Worker(name, f"10.0.0.{number}:8001") for number, name in enumerate("abd")}
+    seconds: dict[str, set[str]] = {}
+    async with picking(
+        {"m": Routes(ready=("a", "b", "d"), placed=placed)}, workers, mode="round_robin"
+    ) as desk:
+        for _ in range(18):
+            first, second, *_ = endpoints(await desk.ask_grpc("ModelInfer", Infer(model_name="m")))
+            seconds.setdefault(first, set()).add(second)
+    assert {len(others) for others in seconds.values()} == {2}
+
+
 @looped
 async def test_over_http_the_path_names_the_model_and_the_endpoint_is_the_http_port() -> None:
     """For a request over HTTP, the endpoints are HTTP ports. If no worker of the model has an HTTP port, the request is refused."""

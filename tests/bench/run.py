@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -24,7 +24,7 @@ from tests.bench.phases import BUSY_CLIENTS, BUSY_SIDES, CLIENTS, NATIVE, PLAIN,
 from tests.bench.places import RESULT, ROOT, WORK
 
 #: Parts that take ten minutes together. The README's table has their figures.
-USUAL = ("throughput", "memory", "busy", "decisions")
+USUAL = ("memory", "throughput", "busy", "decisions")
 PARTS = (*USUAL, "metas")
 
 
@@ -78,8 +78,8 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
     text: list[str] = []
     targets: list[Target] = []
     for part, measure in (
-        ("throughput", _throughput),
         ("memory", _memory),
+        ("throughput", _throughput),
         ("busy", _busy),
         ("decisions", _decisions),
         ("metas", _metas),
@@ -93,7 +93,30 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
     result["targets"] = [{**asdict(t), "reached": t.reached, "verdict": t.verdict()} for t in targets]
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(text), f"\n== targets\n{report.targets_table(targets)}", sep="\n")
+    if result.keys() >= {"memory", "throughput"}:
+        print("\n== figures of README.md", readme_table(result["memory"], result["throughput"]), sep="\n")
     print(f"\n{time.monotonic() - started:.0f} s; all samples are in {RESULT.relative_to(ROOT)}")
+
+
+def readme_table(memory: Mapping[str, Any], throughput: Mapping[str, Any]) -> str:
+    """Return the rows of README.md about this benchmark, from the results of two parts."""
+    sides = {PLAIN: "Python backend", RSRV: "rsrv", NATIVE: "rsrv, native front"}
+    rows = [
+        [
+            "host memory of one more tiny model, MB",
+            *(f"{memory['added_mb'][side]['uss']:.1f}" for side in sides),
+        ]
+    ]
+    for clients in CLIENTS:
+        medians = (throughput[key][clients]["infer_per_s"]["median"] for key in ("ratios", "native"))
+        rows.append(
+            [
+                f"requests/s, ratio, number of clients: {clients}",
+                "1",
+                *(f"{median:.2f}" for median in medians),
+            ]
+        )
+    return report.table(["", *sides.values()], rows)
 
 
 Part = tuple[list[str], list[Target], dict[str, Any]]

@@ -335,14 +335,10 @@ def _table_size(model: OnnxModel, name: str) -> int | None:
     """Return the size of the smallest table that an input indexes, or None if it indexes no table."""
     same = {name}
     smallest: int | None = None
-    made = {
-        node.outputs[0]: node.attributes["value"]
-        for node in model.graph.nodes
-        if node.op == "Constant" and "value" in node.attributes
-    }
+    stored = model.graph.stored()
 
     def constant(value: str) -> Array | None:
-        array = model.graph.constants.get(value, made.get(value))
+        array = stored.get(value)
         array = model.weights[array.name] if isinstance(array, Weight) else array
         return array if isinstance(array, np.ndarray) and array.size else None
 

@@ -2,7 +2,7 @@
 
 Values that are known at export (shapes, small constants, conditions) stay numpy arrays, because Reshape, Slice, Range and
 If need them. All other values are traced. A small constant that a layer applies to traced values, such as a bias, is traced
-as a weight. So models with the same layers have the same modules, and the runtime compiles these once.
+as a weight. So fine-tunes that differ only in such constants and in weights have equal modules, which a runtime compiles once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rsrv_bundle.onnx_import.model import (
     Unreadable,
     Weight,
     graphs_of,
+    is_floating,
     proto_graph,
 )
 from rsrv_bundle.onnx_import.operators import (
@@ -48,11 +49,13 @@ from rsrv_bundle.onnx_import.operators import (
     is_known,
 )
 
-#: Operators that apply weights to values. Their small constants are weights, too, if they have several floating-point numbers.
+#: Operators that apply weights to values. Their small floating-point constants are weights, too, unless these have no axes.
 _LAYERS = frozenset({
     "Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "GRU", "Gemm", "GroupNormalization", "InstanceNormalization",
     "LSTM", "LayerNormalization", "MatMul", "Mul", "PRelu", "RNN", "Sub",
 })  # fmt: skip
+#: Operators whose results are known, whatever their inputs are: sizes are fixed at export.
+_ALWAYS_KNOWN = frozenset({"Shape", "Size"})
 #: Results with more elements are traced even if their values are known, because they cannot be shapes.
 _FOLD_ELEMENTS = 2**14
 #: Attributes that are sizes of windows and outputs. Values above `_LARGEST` are refused, because the compiler's
@@ -93,7 +96,7 @@ class Evaluator:
         }
         #: The weights that the outputs depend on.
         self.weights: dict[str, Any] = {name: array for name, array in model.weights.items() if name in used}
-        #: Names among the weights of small constants that layers read, by the identity of the array.
+        #: Small constants that are weights: the name of the weight by the identity of the array.
         self._small: dict[int, str] = {}
         for graph in graphs_of(self.graph):
             self._add_small_weights(graph)
@@ -101,19 +104,18 @@ class Evaluator:
         self._steps = self._depth = 0
 
     def _add_small_weights(self, graph: Graph) -> None:
-        made = {
-            output: node.attributes.get("value")
-            for node in graph.nodes
-            if node.op == "Constant"
-            for output in node.outputs
-        }
+        """Add the small constants that the graph's layers apply to traced values. The nodes are in the order of their execution."""
+        outer = {name: value for name, value in self.graph.stored().items() if name not in graph.inputs}
+        stored = outer | graph.stored()
+        known = {name for name, value in stored.items() if isinstance(value, np.ndarray)}
         for node in graph.nodes:
+            if known.issuperset(filter(None, node.inputs)) or node.op in _ALWAYS_KNOWN:
+                known.update(node.outputs)
+                continue
             for name in node.inputs if _is_layer(node) else ():
-                array = graph.constants.get(name, made.get(name))
-                if not isinstance(array, np.ndarray) or array.size < 2 or array.dtype.kind in "biuOSU":
-                    continue
-                if id(array) not in self._small:
-                    while name in self.model.weights or name in self.weights:
+                array = stored.get(name) if name in known else None
+                if array is not None and array.ndim and is_floating(array) and id(array) not in self._small:
+                    while name in self.weights or name in self.model.weights:
                         name += "_"
                     self._small[id(array)] = name
                     self.weights[name] = array

@@ -17,7 +17,8 @@ from rsrv_bundle.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 
-#: A floating-point constant of at least this many bytes is a weight, which is stored once for all batch sizes.
+#: A floating-point constant of at least this many bytes is a weight, which is stored once for all batch sizes. Whether a smaller one
+#: is a weight depends on the operators that read it (evaluate.py).
 _WEIGHT_BYTES = 1024
 #: A constant of another type is a weight if it has at least this many bytes. A smaller one may be a shape, which must be known at
 #: export.
@@ -70,6 +71,15 @@ class Graph:
     #: Arrays that are known at export, and weights, by the names of the values.
     constants: Mapping[str, Array | Weight]
     nodes: tuple[Node, ...]
+
+    def stored(self) -> dict[str, Any]:
+        """Return `constants`, and the values of the graph's `Constant` nodes."""
+        made = {
+            node.outputs[0]: node.attributes["value"]
+            for node in self.nodes
+            if node.op == "Constant" and node.outputs and "value" in node.attributes
+        }
+        return {**made, **self.constants}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,11 @@ def read_model(path: Path) -> OnnxModel:
         )
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise BundleError(f"{path.name}: is damaged: {type(e).__name__}: {e}") from e
+
+
+def is_floating(array: Array) -> bool:
+    """Return whether the elements are floating-point or complex numbers. numpy calls bfloat16 and float8 a kind of their own."""
+    return array.dtype.kind not in "biuOSU"
 
 
 def standard(domain: str) -> str:
@@ -231,8 +246,10 @@ class _Reader:
 
     def _constant(self, tensor: Any, name: str) -> Array | Weight:
         array = self._array(tensor, name)
-        floating = array.dtype.kind not in "biuOSU"
-        if array.nbytes < (_WEIGHT_BYTES if floating else _TABLE_BYTES) or array.dtype.kind in "OSU":
+        if (
+            array.nbytes < (_WEIGHT_BYTES if is_floating(array) else _TABLE_BYTES)
+            or array.dtype.kind in "OSU"
+        ):
             return array
         unique = name
         while unique in self.weights:

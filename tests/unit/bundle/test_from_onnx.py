@@ -310,7 +310,7 @@ def test_models_with_the_same_layers_have_the_same_modules(tmp_path: Path) -> No
             "kernel": (2, 1, 3),
             **dict.fromkeys(("bias", "scale", "shift", "mean"), (2,)),
             "head": (6, 3),
-            "last": (3,),
+            "last": (1,),
         }
         constants = {name: rng.standard_normal(shape, np.float32) for name, shape in values.items()}
         constants |= {"var": rng.uniform(1, 2, 2).astype(np.float32), "flat": np.array([0, -1])}
@@ -342,23 +342,47 @@ def test_models_with_the_same_layers_have_the_same_modules(tmp_path: Path) -> No
 
 
 def test_small_numbers_that_determine_a_shape_stay_known(tmp_path: Path) -> None:
-    """A small constant that scales a shape is no weight, because shapes are fixed at export."""
+    """A small constant that scales a shape is no weight, even if it is computed from others, because shapes are fixed at export."""
     made = graph(
         [
             node("Shape", "x", "shape"),
             node("Cast", "shape", "sizes", to=TensorProto.FLOAT),
+            node("Mul", "half four", "factors"),
             node("Mul", "sizes factors", "scaled"),
             node("Cast", "scaled", "goal", to=TensorProto.INT64),
             node("Reshape", "x goal", "r"),
-            node("Mul", "r factors", "y"),
+            node("Mul", "r scale", "y"),
         ],
         {"x": (np.float32, [1, 4])},
         {"y": (np.float32, [2, 2])},
-        {"factors": np.array([2, 0.5], np.float32)},
+        {
+            "half": np.array([0.5, 0.5], np.float32),
+            "four": np.array([4, 1], np.float32),
+            "scale": np.array([3, 4], np.float32),
+        },
     )
     bundle = export(tmp_path, made, batch_sizes=())
     assert [spec.dims for spec in bundle.manifest.outputs] == [(2, 2)]
-    assert {weight.name for weight in bundle.weights} == {"factors"}
+    assert {weight.name for weight in bundle.weights} == {"scale"}
+
+
+def test_a_small_constant_of_an_inner_graph_is_a_weight(tmp_path: Path) -> None:
+    """A loop's body reads a constant of its own, and one of the whole graph with the same name as a weight has. Both are weights."""
+    outer, own = np.array([1, 2, 3], np.float32), np.array([2, 1, 0.5], np.float32)
+    body = graph(
+        [node("Add", "v outer", "sum"), node("Mul", "sum own", "next"), node("Identity", "on", "on_after")],
+        {"i": (np.int64, []), "on": (np.bool_, []), "v": (np.float32, ["rows", 3])},
+        {"on_after": (np.bool_, []), "next": (np.float32, ["rows", 3])},
+        {"own": own},
+    )
+    made = graph(
+        [node("Loop", "count on x", "y", body=body)],
+        {"x": (np.float32, ["rows", 3])},
+        {"y": (np.float32, ["rows", 3])},
+        {"count": np.array(2), "on": np.array(True), "outer": outer},
+    )
+    bundle = export(tmp_path, made, batch_sizes=(1, 2))
+    assert {weight.name for weight in bundle.weights} == {"own", "outer"}
 
 
 def test_an_inner_value_can_be_the_output(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from itertools import count
+from random import Random
 from time import monotonic
 from typing import Any
 
@@ -91,6 +92,7 @@ class Picker:
         #: Task that resolves the hosts' names again and again.
         self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
+        self._random = Random(0)
         self._connections: set[EnvoyConnection] = set()
         self._tls = server_tls(settings, renewals, "h2")
         self._listener: asyncio.Server | None = None
@@ -191,19 +193,17 @@ class Picker:
     def order(self, model: str, chosen: str) -> Iterator[str]:
         """Yield the chosen worker, the model's other replicas, and then the other workers with the model.
 
-        Both groups rotate, so that the requests of a dead worker do not all go to the same other worker.
+        Both groups begin anywhere, so that the requests of a dead worker are spread over the others.
         """
-        routes, turn = self.traffic.table[model], next(self._turns)
+        routes = self.traffic.table[model]
         yielded = {chosen}
         yield chosen
         for group in (routes.placed, routes.ready):
-            # The router also chooses in turn. A rotation with each call would give each chosen worker always the same successor.
-            at = turn // max(len(group), 1)
-            for number in range(at, at + len(group)):
-                worker = group[number % len(group)]
-                if worker not in yielded:
-                    yielded.add(worker)
-                    yield worker
+            others = [worker for worker in dict.fromkeys(group) if worker not in yielded]
+            yielded.update(others)
+            at = self._random.randrange(len(others)) if others else 0
+            yield from others[at:]
+            yield from others[:at]
 
     def in_turn(self) -> Sequence[str]:
         """Return all workers. The order rotates with each call."""

@@ -38,10 +38,10 @@ async def fail_over(
     the request.
     """
     if not (refusal.lost and await traffic.brain.has_died(choice.worker, model)):
-        return await _ask_others(traffic, choice, refusal, ask, deadline)
-    async with traffic.suspects.turn() as turn:
-        answer = await _ask_others(traffic, choice, refusal, ask, deadline)
-        if not (isinstance(answer, Refusal) and answer.lost and turn.alone):
+        return await _ask_others(traffic, choice, refusal, ask, deadline, set())
+    async with traffic.suspects.turn() as execution:
+        answer = await _ask_others(traffic, choice, refusal, ask, deadline, execution.workers)
+        if not (isinstance(answer, Refusal) and answer.lost and execution.was_alone(choice.worker)):
             return answer
         if choice.worker in choice.others and await traffic.brain.has_died(choice.worker, model):
             traffic.suspects.add(model, digest())
@@ -55,7 +55,9 @@ async def _ask_others(
     refusal: Refusal,
     ask: Callable[[str, float], Awaitable[T | Refusal]],
     deadline: float,
+    asked: set[str],
 ) -> T | Refusal:
+    """Send a request to the other workers in turn. Add each worker to `asked` before the request is sent to it."""
     losses = int(refusal.lost)
     for worker in choice.others:
         left = deadline - monotonic()
@@ -63,6 +65,7 @@ async def _ask_others(
             break
         traffic.count_failover(choice.worker)
         traffic.router.move(choice, worker)
+        asked.add(worker)
         answer = await ask(worker, left)
         if not isinstance(answer, Refusal):
             return answer

@@ -9,7 +9,7 @@ does the same with requests that crash a runtime.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from hashlib import blake2b
 from time import monotonic
@@ -24,8 +24,8 @@ from rsrv_gateway.outcomes import Refusal
 _REFUSED_S = 300.0
 #: Maximum number of stored digests.
 _DIGESTS_MAX = 64
-#: Maximum number of seconds for which a request waits for its turn. After that, it executes concurrently with others. Then neither
-#: the request nor one that has the turn meanwhile can become a suspect.
+#: Maximum number of seconds for which a request waits for its turn. After that, it executes without a turn, concurrently with others.
+#: It cannot become a suspect then, and neither can a request that has the turn on the same worker meanwhile.
 _TURN_S = 2.0
 #: JSON of at most this many bytes is parsed, so that its digest can leave out the id and the parameters.
 _PARSED_MAX = 1 << 20
@@ -42,12 +42,19 @@ EQUAL = Refusal(
 )
 
 
-class Turn:
-    """A request's execution on another worker after a death."""
+class Execution:
+    """A request of a dead worker, while other workers execute it."""
 
-    def __init__(self, alone: bool) -> None:
-        #: False if another request from a dead worker has executed at the same time.
-        self.alone = alone
+    def __init__(self, has_turn: bool, beside: Iterable["Execution"]) -> None:
+        self.has_turn = has_turn
+        #: Workers that got the request.
+        self.workers: set[str] = set()
+        #: Executions without a turn at the same time.
+        self.beside = list(beside)
+
+    def was_alone(self, worker: str) -> bool:
+        """Return whether the request had the turn, and no other request of a dead worker was sent to `worker` meanwhile."""
+        return self.has_turn and not any(worker in other.workers for other in self.beside)
 
 
 class Suspects:
@@ -58,8 +65,10 @@ class Suspects:
         #: Time until which requests are refused, by model and digest.
         self._until: dict[tuple[str, bytes], float] = {}
         self._lock = asyncio.Lock()
-        #: The executions in progress: at most one that has the turn, and those that did not wait any longer.
-        self._turns: set[Turn] = set()
+        #: The execution that has the turn.
+        self._holder: Execution | None = None
+        #: Executions without a turn.
+        self._late: set[Execution] = set()
 
     def has(self, model: str) -> bool:
         """Return True if requests for the model must be compared with suspects."""
@@ -79,22 +88,27 @@ class Suspects:
         self._until[model, digest] = self._clock() + _REFUSED_S
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Turn]:
-        """Wait for this request's turn, at most `_TURN_S` seconds. The request executes inside the context, with or without a turn."""
+    async def turn(self) -> AsyncIterator[Execution]:
+        """Wait for this request's turn, at most `_TURN_S` seconds. Then yield its execution, which lasts until the end of the context."""
         locked = False
         with suppress(TimeoutError):
             async with asyncio.timeout(_TURN_S):
                 locked = await self._lock.acquire()
-        turn = Turn(alone=not self._turns)
-        for other in self._turns:
-            other.alone = False
-        self._turns.add(turn)
+        execution = Execution(locked, self._late)
+        if locked:
+            self._holder = execution
+        else:
+            self._late.add(execution)
+            if self._holder is not None:
+                self._holder.beside.append(execution)
         try:
-            yield turn
+            yield execution
         finally:
-            self._turns.remove(turn)
             if locked:
+                self._holder = None
                 self._lock.release()
+            else:
+                self._late.remove(execution)
 
 
 def call_digest(data: bytes) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,7 +15,7 @@ from tritonclient.grpc import service_pb2
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import ChannelFactory
 from rsrv_gateway.probes import GrpcProber
-from rsrv_gateway.suspects import SUSPECT, Suspects, body_digest, call_digest
+from rsrv_gateway.suspects import SUSPECT, Execution, Suspects, body_digest, call_digest
 from tests.unit.gateway import http_proxies, proxies
 from tests.unit.gateway.http_proxies import FakeHttpWorker
 from tests.unit.gateway.proxies import refusal
@@ -115,7 +117,7 @@ async def test_over_grpc_a_request_that_ended_two_workers_is_refused_when_it_com
 
 
 @looped
-async def test_only_one_suspect_is_under_way() -> None:
+async def test_only_one_suspect_executes_at_a_time() -> None:
     """Requests of a dead worker are sent to the next worker one at a time.
 
     If this worker also dies, only one request is blamed.
@@ -124,15 +126,15 @@ async def test_only_one_suspect_is_under_way() -> None:
     inside, go = asyncio.Event(), asyncio.Event()
 
     async def first() -> None:
-        async with suspects.turn() as turn:
-            order.append(f"first {turn.alone}")
+        async with suspects.turn() as execution:
+            order.append(f"first {execution.was_alone('b')}")
             inside.set()
             await go.wait()
 
     async def second() -> None:
         await inside.wait()
-        async with suspects.turn() as turn:
-            order.append(f"second {turn.alone}")
+        async with suspects.turn() as execution:
+            order.append(f"second {execution.was_alone('b')}")
 
     tasks = [asyncio.create_task(first()), asyncio.create_task(second())]
     await inside.wait()
@@ -144,41 +146,75 @@ async def test_only_one_suspect_is_under_way() -> None:
     assert order == ["first True", "second True"]
 
 
+@asynccontextmanager
+async def late_execution(suspects: Suspects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Execution]:
+    """Yield the execution of a request that has not got its turn in time."""
+    with monkeypatch.context() as patch:
+        patch.setattr("rsrv_gateway.suspects._TURN_S", 0)
+        turn = suspects.turn()
+        execution = await turn.__aenter__()
+    assert not execution.has_turn
+    try:
+        yield execution
+    finally:
+        await turn.__aexit__(None, None, None)
+
+
 @looped
-async def test_a_request_that_did_not_wait_any_longer_clears_the_one_with_the_turn(
+async def test_a_request_that_did_not_wait_any_longer_clears_one_on_the_same_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While two requests of a dead worker execute at the same time, either may be the cause of a death, so neither is blamed."""
+    """Two requests of a dead worker execute on the same worker, which also dies. Either may be the cause, so neither is blamed.
+
+    A request that executes on another worker clears nobody.
+    """
     suspects = Suspects()
     async with suspects.turn() as first:
-        monkeypatch.setattr("rsrv_gateway.suspects._TURN_S", 0)
-        async with suspects.turn() as late:
-            assert (first.alone, late.alone) == (False, False)
-        monkeypatch.undo()
+        async with late_execution(suspects, monkeypatch) as late:
+            assert first.was_alone("b")
+            late.workers.add("b")
+            assert (first.was_alone("b"), late.was_alone("b")) == (False, False)
+            assert first.was_alone("c")
+        assert not first.was_alone("b")
     async with suspects.turn() as later:
-        assert later.alone
+        assert later.was_alone("b")
 
 
 @looped
 async def test_a_turn_that_begins_beside_a_late_request_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that gets the turn is not blamed either, while a request that did not wait for its turn still executes."""
+    """A request gets the turn while a request without a turn still executes on its worker. It is not blamed."""
     suspects = Suspects()
-    ended = asyncio.Event()
+    first = suspects.turn()
+    await first.__aenter__()
+    async with late_execution(suspects, monkeypatch) as late:
+        late.workers.add("b")
+        await first.__aexit__(None, None, None)
+        async with suspects.turn() as second:
+            assert second.has_turn
+            assert not second.was_alone("b")
 
-    async def late() -> None:
-        async with suspects.turn():
-            await ended.wait()
 
-    async with suspects.turn():
-        monkeypatch.setattr("rsrv_gateway.suspects._TURN_S", 0)
-        task = asyncio.create_task(late())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        monkeypatch.undo()
-    async with suspects.turn() as next_turn:
-        assert not next_turn.alone
-        ended.set()
-        await task
+@looped
+async def test_a_request_is_not_blamed_if_another_one_came_while_it_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request crashes two workers, and another one of a dead worker was sent to the second worker meanwhile. It may be sent again."""
+    async with http_proxies.serving(2) as house:
+        house.brain.dead = set("ab")
+        for worker in house.workers:
+            breaks(worker)
+        second = house.workers[1]
+        breaking = second.does[""]
+
+        async def beside_another(request: Any) -> Any:
+            async with late_execution(house.proxy.http._traffic.suspects, monkeypatch) as late:
+                late.workers.add("b")
+            return await breaking(request)
+
+        second.does[""] = beside_another
+        answer = await house.infer(body("bad"))
+        assert answer.status == 503
+        assert [len(worker.got) for worker in house.workers] == [1, 1]
 
 
 def test_suspects_are_forgotten() -> None:

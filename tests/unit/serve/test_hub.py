@@ -103,13 +103,19 @@ def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list
 
 
 def test_bundles_behind_hf_are_refused(tmp_path: Path, exported: list[list[str]]) -> None:
-    """A folder of bundles, or a bundle, is not exported as a model. The error says where to write it."""
+    """A folder of bundles, or a bundle, is not exported as a model. The error says where to write it.
+
+    A model's directory may have a bundle in it.
+    """
     (tmp_path / "bundles" / "digits").mkdir(parents=True)
     (tmp_path / "bundles" / "digits" / "manifest.yaml").touch()
     model = directory(tmp_path / "model")
     for named in (tmp_path / "bundles", tmp_path / "bundles" / "digits"):
-        with pytest.raises(ServeError, match=r"has bundles\..*write the bundles before --hf"):
-            export(tmp_path, [model, named])
+        with pytest.raises(ServeError, match=r"is a bundle, or a folder of bundles\..*write it before --hf"):
+            hub.plan_exports([model, named], tmp_path / "hf", {})
+    (model / "old").mkdir()
+    (model / "old" / "manifest.yaml").touch()
+    assert hub.plan_exports([model], tmp_path / "hf", {}) == {tmp_path / "hf" / "model": model}
     assert not exported
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import rsrv
 from rsrv.serve.plan import ServeError
+from rsrv_gen.sources import find_places
 
 #: Folder of the bundles, in the directory of `rsrv serve`.
 FOLDER = "hf"
@@ -25,10 +26,16 @@ def plan_exports(
 ) -> dict[Path, Path]:
     """Return the directories by the bundles to export. All bundles are in `folder`.
 
-    `named`: paths of the bundles that the command line names, by model. Raises ServeError if two models would have the same name.
+    `named`: paths of the bundles that the command line names, by model. Raises ServeError if two models would have the same name,
+    or if a directory has bundles and no model.
     """
     exports: dict[Path, Path] = {}
     for directory in directories:
+        if not (directory / "config.json").is_file() and find_places([directory])[0]:
+            raise ServeError(
+                f"--hf: {directory} is a bundle, or a folder of bundles. All names after --hf are models to export, so write it "
+                "before --hf"
+            )
         bundle = folder / model_name(directory)
         further = [place for place in named.get(bundle.name, ()) if place.resolve() != bundle.resolve()]
         if bundle in exports or further:
@@ -50,10 +57,6 @@ def export_all(exports: Mapping[Path, Path], say: Callable[[str], None]) -> None
         if not directory.is_dir():
             raise ServeError(
                 f"--hf: {directory} is not a directory. Name a directory that save_pretrained wrote"
-            )
-        if (directory / "manifest.yaml").exists() or any(directory.glob("*/manifest.yaml")):
-            raise ServeError(
-                f"--hf: {directory} has bundles. All names after --hf are models to export, so write the bundles before --hf"
             )
     for bundle, directory in exports.items():
         _export(directory, bundle, say)

@@ -17,7 +17,7 @@ MODELS = 40
 SHARED = 44.8e6
 #: Bytes of the last layer, which each fine-tune has separately.
 OWN = 2e6
-#: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of plain models were not measured.
+#: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of other processes were not measured.
 CONTEXT = 0.6e9
 
 PYTHON_BACKEND, ONNX_BACKEND = "Python backend", "ONNX Runtime backend"
@@ -59,13 +59,17 @@ def process_bytes() -> tuple[float, ...]:
 
 
 def panels() -> list[tuple[str, str, dict[str, Bar]]]:
-    """Return the two halves of the picture: title, note, and bars by name."""
+    """Return the two halves of the picture: title, note, and bars by name.
+
+    tritonserver has a CUDA context of its own. The ONNX Runtime backend uses this context. Each process of the Python backend, and
+    the runtime of rsrv, have another one. Activations are left out.
+    """
     plain, python, native, onnxruntime = process_bytes()
     weights = SHARED + MODELS * OWN
     card: dict[str, Bar] = {
-        PYTHON_BACKEND: [("context", MODELS * CONTEXT), ("weights", MODELS * (SHARED + OWN))],
+        PYTHON_BACKEND: [("context", (1 + MODELS) * CONTEXT), ("weights", MODELS * (SHARED + OWN))],
         ONNX_BACKEND: [("context", CONTEXT), ("weights", MODELS * (SHARED + OWN))],
-        "rsrv": [("context", CONTEXT), ("weights", weights)],
+        "rsrv": [("context", 2 * CONTEXT), ("weights", weights)],
     }
     host: dict[str, Bar] = {
         PYTHON_BACKEND: [("process", MODELS * plain)],
@@ -76,11 +80,11 @@ def panels() -> list[tuple[str, str, dict[str, Bar]]]:
     return [
         (
             "GPU memory: arithmetic",
-            "weights, and contexts of 0.6 GB like tritonserver's own on an H100; without activations",
+            "weights, and a context of 0.6 GB for tritonserver and for each process that computes",
             card,
         ),
         (
-            "Host memory: measured for one added model, times 40",
+            "Host memory: measured for one added tiny model, times 40",
             "with rsrv's copy of the weights, without the processes that a server has once (0.3 GB)",
             host,
         ),
@@ -88,7 +92,7 @@ def panels() -> list[tuple[str, str, dict[str, Bar]]]:
 
 
 def size(number: float) -> str:
-    """Return bytes as text, such as 25.9 GB or 40 MB."""
+    """Return bytes as text, such as 26.5 GB or 40 MB."""
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.0f} MB"
 
 

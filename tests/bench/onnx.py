@@ -1,13 +1,13 @@
 """Compare rsrv with onnxruntime on ONNX files. Both run behind the same tritonserver on the same cores, in turns.
 
-    python -m tests.bench.onnx                          # less than five minutes, and the time of the first export
+    python -m tests.bench.onnx                          # five minutes, and the time of the first exports
     python -m tests.bench.onnx --backend onnxruntime    # beside Triton's own ONNX Runtime backend
 
 Without an option, the other side is a Python-backend model that calls onnxruntime (plain_onnx.py), because the local tritonserver
 has no other backend. NVIDIA's images have the ONNX Runtime backend in /opt/tritonserver/backends/onnxruntime. RSRV_TEST_TRITONSERVER
 names their server; or copy the folder to .triton/backends. The other side has a thread for each core, Triton's dynamic batcher, and
 the same largest batch. Before the measurement, concurrent requests check that the answers of all sides equal those of onnxruntime in
-this process. At the end, the program measures the memory of added models.
+this process. First, the program measures the memory of added models.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ Arrays = dict[str, Array]
 ONNXRUNTIME = "onnxruntime"
 #: Backends of Triton in which the other side can run onnxruntime.
 PYTHON_BACKEND = "python"
-BACKENDS = (PYTHON_BACKEND, "onnxruntime")
+BACKENDS = (PYTHON_BACKEND, ONNXRUNTIME)
 SIDES = (RSRV, NATIVE, ONNXRUNTIME)
 CLIENTS = (1, 16)
 SIZES = (1, 2, 4, 8)
 TOKENS = 32
 FOLDER = WORK / "onnx"
-RESULT = WORK / "onnx.json"
 #: Number of requests for the comparison of answers, and number of requests at the same time.
 _COMPARED, _THREADS = 32, 8
 #: Number of different rows that perf_analyzer sends.
@@ -173,19 +172,19 @@ def main() -> int:
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
-        samples = run(options.rounds, options.window, options.backend)
         added = added_memory(options.backend)
+        samples = run(options.rounds, options.window, options.backend)
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"onnx: {error}", file=sys.stderr)
         return 1
     rows = {name: [asdict(sample) for sample in measured] for name, measured in samples.items()}
-    document = {"backend": options.backend, "samples": rows, "added_mb": added}
-    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+    document = {"added_mb": added, "samples": rows}
+    (WORK / f"onnx-{options.backend}.json").write_text(json.dumps(document, indent=1) + "\n")
+    figures = ", ".join(f"{side} {megabytes:.2f} MB" for side, megabytes in added.items())
+    print(f"memory of an added {COPIED.title} (USS): {figures}")
     print(_table(samples))
     for name, measured in samples.items():
         print(f"{name}: {rounds_line(Rounds.of(measured))}")
-    figures = ", ".join(f"{side} {megabytes:.2f} MB" for side, megabytes in added.items())
-    print(f"memory of an added {COPIED.title} (USS): {figures}")
     return 0
 
 
@@ -259,6 +258,7 @@ def _bundle(case: Case) -> Path:
 def _plain_repository(cases: Sequence[Case], backend: str) -> Path:
     """Make a repository of plain Triton models, which run the cases' files with onnxruntime in this backend."""
     repository = WORK / "onnx-plain"
+    environment = plain_env.ensure() if backend == PYTHON_BACKEND else None
     shutil.rmtree(repository, ignore_errors=True)
     for case in cases:
         version = repository / case.name / "1"
@@ -269,9 +269,8 @@ def _plain_repository(cases: Sequence[Case], backend: str) -> Path:
         lines += [f"input {_tensor(name, array)}" for name, array in inputs.items()]
         lines += [f"output {_tensor(name, array)}" for name, array in _expected(case, inputs).items()]
         lines.append("instance_group [ { kind: KIND_CPU count: 1 } ]")
-        if backend == PYTHON_BACKEND:
+        if environment is not None:
             shutil.copy(HERE / "plain_onnx.py", version / "model.py")
-            environment = plain_env.ensure()
             lines.append(
                 f'parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]'
             )

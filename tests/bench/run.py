@@ -23,7 +23,7 @@ from tests.bench.load import BenchFailed
 from tests.bench.phases import BUSY_CLIENTS, BUSY_SIDES, CLIENTS, NATIVE, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 
-#: Parts that take ten minutes together. The README's table has their figures.
+#: Parts that take seven minutes together.
 USUAL = ("memory", "throughput", "busy", "decisions")
 PARTS = (*USUAL, "metas")
 
@@ -93,13 +93,13 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
     result["targets"] = [{**asdict(t), "reached": t.reached, "verdict": t.verdict()} for t in targets]
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(text), f"\n== targets\n{report.targets_table(targets)}", sep="\n")
-    if result.keys() >= {"memory", "throughput"}:
+    if result.keys() >= {"memory", "throughput"} and plan is not QUICK:
         print("\n== figures of README.md", readme_table(result["memory"], result["throughput"]), sep="\n")
     print(f"\n{time.monotonic() - started:.0f} s; all samples are in {RESULT.relative_to(ROOT)}")
 
 
 def readme_table(memory: Mapping[str, Any], throughput: Mapping[str, Any]) -> str:
-    """Return the rows of README.md about this benchmark, from the results of two parts."""
+    """Return README.md's table of this benchmark, from the results of two parts."""
     sides = {PLAIN: "Python backend", RSRV: "rsrv", NATIVE: "rsrv, native front"}
     rows = [
         [

@@ -1,4 +1,4 @@
-"""The picture in README.md equals the output of its script, with the figures of docs/benchmark.md."""
+"""The picture in README.md equals the output of its script, with the figures of the pages."""
 
 import memory_picture as tool
 

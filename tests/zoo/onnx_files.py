@@ -247,7 +247,9 @@ def page(results: list[dict[str, Any]]) -> str:
     """Return the last section of docs/onnx.md, which has the numbers of exported and refused files."""
     exported = [result for result in results if "error" in result]
     wrong = [result for result in exported if result["error"] > _allowed(result)]
-    above = ", ".join(f"`{Path(result['path']).name}`" for result in wrong)
+    above = ", ".join(
+        f"`{Path(result['path']).name}` of {result['package'].partition('==')[0]}" for result in wrong
+    )
     tries = Counter(len(result["refusals"]) for result in exported)
     causes = Counter(_cause(refusal) for result in results for refusal in result["refusals"])
     reasons = ", ".join(f"{cause} ({count})" for cause, count in causes.most_common())
@@ -260,7 +262,7 @@ def page(results: list[dict[str, Any]]) -> str:
     second = (
         f"[The table](onnx-files.csv) has the options of each file, and the largest error at all compiled sizes, for random inputs that the"
         f" export has not seen. Where an error is above 1e-4, it also has the error of onnxruntime itself without its optimisations. Files"
-        f" with an error above the tolerance and above twice that number: {above or 'none'}."
+        f" with an error above the tolerance and above twice that number: {above or 'none'}. An error can depend on the processor, because processors sum in different orders."
     )
     paragraphs = (textwrap.fill(text, 140, break_on_hyphens=False) for text in (first, second))
     return "\n\n".join([HEADING, *paragraphs]) + "\n"

@@ -253,7 +253,8 @@ class RuntimeConnection:
             self._take_back()
             place = self._arena.take(nbytes)
             memory = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
-        # Garbage collection calls `append`, which takes no lock. Any thread may collect the array, even one that holds the lock.
+        # Garbage collection calls `append`. This must take no lock, because any thread may collect the array, even one that holds
+        # the lock.
         finalize(memory, self._returned.append, place).atexit = False
         return np.ndarray(shape, dtype, memory)
 

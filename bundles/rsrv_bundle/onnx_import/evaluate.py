@@ -110,7 +110,7 @@ class Evaluator:
         known = {name for name, value in stored.items() if isinstance(value, np.ndarray)}
         for node in graph.nodes:
             if known.issuperset(filter(None, node.inputs)) or node.op in _ALWAYS_KNOWN:
-                known.update(node.outputs)
+                known.update(name for name in node.outputs if name not in stored)
                 continue
             for name in node.inputs if _is_layer(node) else ():
                 array = stored.get(name) if name in known else None

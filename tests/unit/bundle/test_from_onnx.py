@@ -341,6 +341,25 @@ def test_models_with_the_same_layers_have_the_same_modules(tmp_path: Path) -> No
     }
 
 
+def test_the_values_of_constant_nodes_are_weights_of_any_size(tmp_path: Path) -> None:
+    """A layer reads a large and a small value of `Constant` nodes. Both are weights."""
+    large, small = np.ones((3, 300), np.float32), np.arange(300, dtype=np.float32)[:2]
+    made = graph(
+        [
+            node("Constant", "", "large", value=numpy_helper.from_array(large)),
+            node("Constant", "", "small", value=numpy_helper.from_array(small)),
+            node("MatMul", "x large", "a"),
+            node("Slice", "a begin end axis", "b"),
+            node("Mul", "b small", "y"),
+        ],
+        {"x": (np.float32, ["rows", 3])},
+        {"y": (np.float32, ["rows", 2])},
+        {"begin": np.array([0]), "end": np.array([2]), "axis": np.array([1])},
+    )
+    bundle = export(tmp_path, made, batch_sizes=(1, 2))
+    assert sorted(weight.shape for weight in bundle.weights) == [(2,), (3, 300)]
+
+
 def test_small_numbers_that_determine_a_shape_stay_known(tmp_path: Path) -> None:
     """A small constant that scales a shape is no weight, even if it is computed from others, because shapes are fixed at export."""
     made = graph(

@@ -193,7 +193,7 @@ def test_depths_have_the_size_of_the_user(make: Make, tmp_path: Path) -> None:
     The size must be a multiple of the processor's step.
     """
     made = make(tmp_path / "model")
-    for size, reason in ((), "--image-size HEIGHT,WIDTH"), ((33, 32), r"multiples of \d+, and 33,32 are not"):
+    for size, reason in ((), "--image-size HEIGHT,WIDTH"), ((33, 32), r"multiples of \d+, but 33,32 are not"):
         with pytest.raises(BundleError, match=reason):
             export_hf(made, out_dir=tmp_path / "bundle", options=replace(QUICK, image_size=size))
     sized = replace(QUICK, image_size=(32, 64))

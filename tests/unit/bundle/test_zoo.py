@@ -84,7 +84,7 @@ def test_the_section_of_onnx_files_counts_attempts_and_errors() -> None:
 
     assert "1 files were exported. For 1 more," in text
     assert "an axis has no size in the file (1), an operator cannot be compiled (1)." in text
-    assert "twice that number: `b.onnx`." in text
+    assert "twice that number: `b.onnx` of p." in text
 
 
 def test_the_table_of_onnx_files_has_their_errors_or_the_reason_of_the_refusal() -> None:

@@ -39,6 +39,7 @@ from rsrv_bundle.onnx_import.model import (
     graphs_of,
     is_floating,
     proto_graph,
+    unused,
 )
 from rsrv_bundle.onnx_import.operators import (
     MICROSOFT,
@@ -49,7 +50,8 @@ from rsrv_bundle.onnx_import.operators import (
     is_known,
 )
 
-#: Operators that apply weights to values. Their small floating-point constants are weights, too, unless these have no axes.
+#: Operators that apply weights to values. A small floating-point constant that such an operator reads is a weight, unless the constant
+#: is a scalar.
 _LAYERS = frozenset({
     "Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "GRU", "Gemm", "GroupNormalization", "InstanceNormalization",
     "LSTM", "LayerNormalization", "MatMul", "Mul", "PRelu", "RNN", "Sub",
@@ -98,15 +100,18 @@ class Evaluator:
         self.weights: dict[str, Any] = {name: array for name, array in model.weights.items() if name in used}
         #: Small constants that are weights: the name of the weight by the identity of the array.
         self._small: dict[int, str] = {}
+        outer = self.graph.stored()
         for graph in graphs_of(self.graph):
-            self._add_small_weights(graph)
+            self._add_small_weights(graph, outer)
         self._params: Mapping[str, Any] = {}
         self._steps = self._depth = 0
 
-    def _add_small_weights(self, graph: Graph) -> None:
-        """Add the small constants that the graph's layers apply to traced values. The nodes are in the order of their execution."""
-        outer = {name: value for name, value in self.graph.stored().items() if name not in graph.inputs}
-        stored = outer | graph.stored()
+    def _add_small_weights(self, graph: Graph, outer: Mapping[str, Any]) -> None:
+        """Add the small constants that the graph's layers apply to traced values. The nodes are in the order of their execution.
+
+        `outer`: what the whole model's graph stores, by name. An inner graph can read it.
+        """
+        stored = {name: value for name, value in outer.items() if name not in graph.inputs} | graph.stored()
         known = {name for name, value in stored.items() if isinstance(value, np.ndarray)}
         for node in graph.nodes:
             if known.issuperset(filter(None, node.inputs)) or node.op in _ALWAYS_KNOWN:
@@ -115,8 +120,7 @@ class Evaluator:
             for name in node.inputs if _is_layer(node) else ():
                 array = stored.get(name) if name in known else None
                 if array is not None and array.ndim and is_floating(array) and id(array) not in self._small:
-                    while name in self.weights or name in self.model.weights:
-                        name += "_"
+                    name = unused(name, self.weights.keys() | self.model.weights.keys())
                     self._small[id(array)] = name
                     self.weights[name] = array
 

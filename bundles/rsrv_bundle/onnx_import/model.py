@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -165,6 +165,13 @@ def is_floating(array: Array) -> bool:
     return array.dtype.kind not in "biuOSU"
 
 
+def unused(name: str, names: Container[str]) -> str:
+    """Return the name, with as many underscores as are needed to differ from these names."""
+    while name in names:
+        name += "_"
+    return name
+
+
 def standard(domain: str) -> str:
     """Return the domain, or STANDARD for either name of the standard operators' domain."""
     return STANDARD if domain in _STANDARD_NAMES else domain
@@ -251,9 +258,7 @@ class _Reader:
             or array.dtype.kind in "OSU"
         ):
             return array
-        unique = name
-        while unique in self.weights:
-            unique += "_"
+        unique = unused(name, self.weights)
         self.weights[unique] = array
         return Weight(unique)
 

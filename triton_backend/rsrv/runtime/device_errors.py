@@ -8,8 +8,8 @@ from types import TracebackType
 from rsrv.runtime.device import OutOfMemory
 
 #: CUDA errors after which every call of the process fails. The documentation of `CUresult` in NVIDIA's driver API says of most of them
-#: that they leave the process in an inconsistent state. Others are uncorrectable errors of memory or links, the loss of a context or
-#: of the driver, and unknown errors.
+#: that they leave the process in an inconsistent state. The list also has uncorrectable errors of memory and of links, errors about a
+#: lost context or driver, and CUDA_ERROR_UNKNOWN.
 _LOST = re.compile(
     r"CUDA_ERROR_(ILLEGAL_(ADDRESS|INSTRUCTION)|MISALIGNED_ADDRESS|INVALID_(ADDRESS_SPACE|PC)|LAUNCH_(FAILED|TIMEOUT)|"
     r"HARDWARE_STACK_ERROR|ASSERT|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE|(ECC|NVLINK)_UNCORRECTABLE|"
